@@ -1,0 +1,89 @@
+"""The contract of a NIXL agent: one agent, one lifetime, one owner thread.
+
+An agent knows memory and files that were registered with it and moves bytes between them. NIXL is told
+about them in bulk: a registration and a transfer take whole arrays, and no Python loop runs per
+descriptor. Foreign errors stop here: callers see `pdoffload.errors` and `TransferState`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pdoffload.agent.descriptors import Descriptors, MemoryKind
+from pdoffload.agent.region import Region
+from pdoffload.agent.transfer import Transfer
+
+
+class Op(enum.Enum):
+    """Direction, as seen from the local side."""
+
+    READ = "READ"
+    """remote -> local"""
+    WRITE = "WRITE"
+    """local -> remote"""
+
+
+class Agent(ABC):
+    """All calls are made by the thread that created the agent, in the process that created it.
+
+    Any other thread, and a child after `fork`, gets `MisuseError`: a UCX agent used in a forked child
+    never finishes a transfer, and the default agent is not thread-safe.
+    """
+
+    name: str
+
+    @abstractmethod
+    def register_memory(
+        self, address: int, size_bytes: int, *, kind: MemoryKind = MemoryKind.DRAM, device_id: int = 0
+    ) -> Region:
+        """Make `[address, address + size_bytes)` usable as either side of a transfer.
+
+        The memory stays the caller's; it must outlive the region. Raises `NixlError` if NIXL refuses and
+        `MisuseError` for a size below 1 or an address of 0.
+        """
+
+    @abstractmethod
+    def register_files(self, fds: Sequence[int], sizes_bytes: Sequence[int]) -> Region:
+        """Make open files usable as the remote side; a file's descriptor number is its device id.
+
+        The descriptors stay the caller's and must stay open until the region is released. One descriptor
+        may be live in one region only: a second registration raises `MisuseError`.
+        """
+
+    @abstractmethod
+    def submit(
+        self, op: Op, local: Descriptors, remote: Descriptors, *, timeout_s: float, what: str
+    ) -> Transfer:
+        """Start moving `local[i]` <-> `remote[i]` for every i, in one NIXL request.
+
+        Both sides have equal row counts and equal lengths row by row, lie inside live regions of this
+        agent, and no destination row overlaps another: `MisuseError` otherwise, before NIXL sees it.
+        `what` names the work in errors ("load of 16 chunks"). Copies between two DRAM regions may be
+        made by this call itself, in the calling thread, without the interpreter lock.
+
+        Returns a transfer in any state; a refusal by NIXL is a FAILED transfer, not an exception.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Transfer]:
+        """Make progress; return the transfers that became terminal (DONE, FAILED) or UNKNOWN just now.
+
+        A transfer that turned UNKNOWN is returned a second time when NIXL says it is over (then DONE or
+        FAILED in `settled_state`): from then on its memory is free of it.
+        """
+
+    @abstractmethod
+    def wait(self, transfer: Transfer) -> Transfer:
+        """Progress until `transfer` leaves RUNNING; bounded by its own deadline.
+
+        Spins briefly, then sleeps with growing steps up to 1 ms.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release every transfer, region and the agent itself; idempotent.
+
+        After it returns no byte moves any more on behalf of this agent: UNKNOWN transfers are settled.
+        """

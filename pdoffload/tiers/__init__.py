@@ -1,0 +1,1 @@
+"""Tiers: where chunks live beside the host pool. `base` is the contract."""
