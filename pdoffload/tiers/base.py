@@ -78,7 +78,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended: exactly one per job. `succeeded` and `failed` together are the job's keys.
 
     After a failed load the slot's bytes are undefined. Where `settled` is False bytes may still be read
-    or land: none of the job's slots may be reused until the `Settled` for it.
+    from any slot of a store, and may still land in the slots of a load's failed keys: those slots may not
+    be reused until the `Settled` for the job.
     """
 
     job_id: int

@@ -1,0 +1,195 @@
+"""The shell of tiering: carries the plan's commands out on a pool and its tiers.
+
+One owner thread, the engine's scheduler. No call waits, except `close`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Collection, Sequence
+
+from pdoffload.layout import BlockKey
+from pdoffload.memory.host import HostRegion
+from pdoffload.policy.base import Policy
+from pdoffload.tiering.index import Presence
+from pdoffload.tiering.plan import Command, Moved, Plan, StoreTo
+from pdoffload.tiers.base import JobResult, Lookup, Settled, Tier, TierStats
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(enum.Enum):
+    """What a lookup says to the engine."""
+
+    HIT = "hit"
+    MISS = "miss"
+    ARRIVING = "arriving"
+    """Here soon: its bytes are on their way into the host pool."""
+    ASKING = "asking"
+    """A tier has not answered yet whether it has the chunk."""
+
+
+class Tiering:
+    """A host pool and the tiers behind it, asked in their order.
+
+    Takes ownership of `region` and `tiers` and closes them.
+    """
+
+    def __init__(
+        self,
+        region: HostRegion,
+        policy: Policy,
+        tiers: Sequence[Tier] = (),
+        *,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        record_moves: bool = False,
+    ) -> None:
+        self.region = region
+        self.tiers = tuple(tiers)
+        self.plan = Plan(
+            region.geometry.num_slots,
+            policy,
+            len(self.tiers),
+            store_threshold=store_threshold,
+            max_tracker_size=max_tracker_size,
+            record_moves=record_moves,
+        )
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Tiering {self.plan!r} tiers={[tier.name for tier in self.tiers]}>"
+
+    def lookup(
+        self, key: BlockKey, request_id: str, allowed_tiers: Collection[int] | None = None
+    ) -> Answer:
+        """Where `key` is. A hit in a tier starts its way back; `allowed_tiers` limits who is asked."""
+        presence = self.plan.lookup(key, request_id)
+        if presence is Presence.READY:
+            return Answer.HIT
+        if presence is Presence.FILLING:
+            return Answer.ARRIVING
+        asking = False
+        for number, tier in enumerate(self.tiers):
+            if allowed_tiers is not None and number not in allowed_tiers:
+                continue
+            found = tier.lookup((key,))[0]
+            if found is Lookup.HIT:
+                promoted = self.plan.promote(number, key, request_id)
+                return Answer.ARRIVING if promoted else Answer.MISS
+            asking = asking or found is Lookup.PENDING
+        return Answer.ASKING if asking else Answer.MISS
+
+    def reserve_store(
+        self, keys: Sequence[BlockKey]
+    ) -> tuple[list[BlockKey], list[int], list[BlockKey]] | None:
+        """(keys to store, their slots, keys evicted for them), or None when the pool has no room."""
+        reserved = self.plan.reserve_store(keys)
+        if reserved is None:
+            return None
+        wanted, reservation = reserved
+        self._forget(reservation.slots)
+        return wanted, reservation.slots, reservation.evicted
+
+    def complete_store(self, keys: Collection[BlockKey], *, success: bool = True) -> None:
+        """A device copy into the pool ended; the workers' status words say which chunks arrived."""
+        arrived = self.region.all_stored if success else _never
+        failures = self.plan.counts.failed_device_stores
+        self._carry_out(self.plan.complete_store(keys, arrived))
+        failures = self.plan.counts.failed_device_stores - failures
+        if failures:
+            logger.warning(
+                "%d of %d chunks did not reach host memory and will not be served; "
+                "the worker's log has the reason",
+                failures,
+                len(keys),
+            )
+
+    def prepare_load(self, keys: Collection[BlockKey], request_id: str) -> list[int]:
+        """Pin ready chunks for a copy to the device; their slots, in the keys' order."""
+        return self.plan.prepare_load(keys, request_id)
+
+    def complete_load(self, keys: Collection[BlockKey]) -> None:
+        self.plan.complete_load(keys)
+
+    def touch(self, keys: Collection[BlockKey]) -> None:
+        """These chunks were used, here and in every tier."""
+        self.plan.index.touch(keys)
+        for tier in self.tiers:
+            tier.touch(tuple(keys))
+
+    def poll(self) -> None:
+        """Take in what the tiers have finished."""
+        for tier in self.tiers:
+            for news in tier.poll():
+                self._take_in(tier, news)
+
+    def flush(self) -> None:
+        """Start the promotions that lookups asked for."""
+        commands = self.plan.flush()
+        if commands:
+            for command in commands:
+                self._forget(command.job.slots)
+            self._carry_out(commands)
+
+    def take_moves(self) -> list[Moved]:
+        return self.plan.take_moves()
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        """Counters by tier name; two tiers of one type are told apart by their number."""
+        names = [tier.name for tier in self.tiers]
+        return {
+            name if names.count(name) == 1 else f"{name}-{number}": tier.stats()
+            for number, (name, tier) in enumerate(zip(names, self.tiers, strict=True))
+        }
+
+    def reset(self) -> None:
+        """Forget the host pool's chunks; what the tiers keep stays. Never waits: see `Plan.reset`."""
+        self.poll()
+        self.plan.reset()
+
+    def close(self, *, timeout_s: float) -> None:
+        """Let the tiers finish within `timeout_s` each, then release everything; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for tier in self.tiers:
+            for news in tier.close(timeout_s=timeout_s):
+                self._take_in(tier, news)
+        self.region.close()
+
+    def check(self) -> None:
+        self.plan.check()
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            tier = self.tiers[command.tier]
+            (tier.store if isinstance(command, StoreTo) else tier.load)(command.job)
+
+    def _take_in(self, tier: Tier, news: JobResult | Settled) -> None:
+        if isinstance(news, Settled):
+            self.plan.job_settled(news)
+            return
+        for key, error in news.failed[:1]:
+            logger.info(
+                "tier %s: %d of %d chunks of job %d failed; first: %s: %s",
+                tier.name,
+                len(news.failed),
+                len(news.failed) + len(news.succeeded),
+                news.job_id,
+                key.hex(),
+                error,
+            )
+        self.plan.job_ended(news)
+
+    def _forget(self, slots: Collection[int]) -> None:
+        """New bytes come into these slots: no checksum or status word of the old ones may be left."""
+        for slot in slots:
+            self.region.forget_checksum(slot)
+        if slots:
+            self.region.reset_status(slots)
+
+
+def _never(_: int) -> bool:
+    return False
