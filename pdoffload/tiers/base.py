@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import msgspec
 
 from pdoffload.clock import SYSTEM_CLOCK, Clock
+from pdoffload.config import Locality as Locality
+from pdoffload.config import Verify as Verify
 from pdoffload.errors import PdOffloadError
 from pdoffload.layout import BlockKey, RunConfig
 from pdoffload.memory.host import HostRegion
@@ -36,21 +38,6 @@ class Medium(enum.Enum):
 
     CPU = "CPU"
     STORAGE = "STORAGE"
-
-
-class Locality(enum.Enum):
-    """Whether the medium is of this host. Stated by the operator, never inferred."""
-
-    LOCAL = "LOCAL"
-    REMOTE = "REMOTE"
-
-
-class Verify(enum.Enum):
-    """When a chunk's checksum is demanded (configuration key `verify`)."""
-
-    ALWAYS = "always"
-    IF_PRESENT = "if_present"
-    OFF = "off"
 
 
 class TierContext(msgspec.Struct, frozen=True, kw_only=True):
