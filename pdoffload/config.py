@@ -132,8 +132,8 @@ def _spec_problems(values: Mapping[str, Any], has_tiers: bool) -> list[str]:
         )
     elif spec not in SPECS and module in (None, ADAPTER_MODULE):
         problems.append(
-            f"spec_name: got {shown(spec)}; {suggestion(spec, SPECS)} "
-            "A spec from elsewhere needs spec_module_path."
+            f"spec_name: got {shown(spec)}; {suggestion(spec, SPECS)}; "
+            "a spec from elsewhere needs spec_module_path"
         )
     if spec == CPU_SPEC and has_tiers:
         problems.append(
@@ -162,8 +162,8 @@ def _policy_problems(values: Mapping[str, Any]) -> list[str]:
     if policy in BUILT_IN_POLICIES or values.get("cache_policy_module_path") is not None:
         return []
     return [
-        f"eviction_policy: got {shown(policy)}; {suggestion(policy, BUILT_IN_POLICIES)} "
-        "A policy of one's own needs cache_policy_module_path."
+        f"eviction_policy: got {shown(policy)}; {suggestion(policy, BUILT_IN_POLICIES)}; "
+        "a policy of one's own needs cache_policy_module_path"
     ]
 
 

@@ -123,7 +123,7 @@ def read(
             continue
         try:
             values[name] = msgspec.convert(_normal(value, key.unit), key.annotation)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeEncodeError):
             problems.append(f"{where}{name}: got {shown(value)}; allowed: {key.allowed}")
     problems.extend(
         f"{where}{key.name}: required and missing; allowed: {key.allowed}"
@@ -138,6 +138,8 @@ def _normal(value: Any, unit: Unit) -> Any:
         return int(value)
     if unit is Unit.MODE and isinstance(value, str) and _OCTAL.fullmatch(value):
         return int(value, 8)
+    if isinstance(value, str):
+        value.encode()  # JSON can spell half a surrogate pair; no path and no log takes it
     return value
 
 
@@ -146,16 +148,17 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     by_lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if near:
-        return f"did you mean {by_lower[near[0]]}?"
+        return f"nearest: {by_lower[near[0]]}"
     return f"known: {', '.join(by_lower.values())}"
 
 
 def shown(value: Any) -> str:
-    """`value` as its JSON, cut where it is long; what has no JSON as Python writes it."""
+    """`value` as its JSON, cut where it is long; of what has no JSON, the type."""
     try:
-        written = json.dumps(value)
-    except (TypeError, ValueError):
-        written = repr(value)
+        written = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        written = f"a value of type {type(value).__name__}"
+    written = written.encode(errors="backslashreplace").decode()
     return written if len(written) <= _LONGEST_VALUE else f"{written[: _LONGEST_VALUE - 3]}..."
 
 
@@ -176,7 +179,14 @@ def text(value: Any, unit: Unit = Unit.PLAIN) -> str:
 
 def size_text(size_bytes: int) -> str:
     """`size_bytes` in digits, with a round name beside it from 1 KiB on."""
-    for power, name in ((50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+    for power, name in (
+        (60, "EiB"),
+        (50, "PiB"),
+        (40, "TiB"),
+        (30, "GiB"),
+        (20, "MiB"),
+        (10, "KiB"),
+    ):
         if size_bytes >= 1 << power:
             scaled = size_bytes / (1 << power)
             near = f"{scaled:g}" if scaled == round(scaled, 2) else f"about {scaled:.2f}"

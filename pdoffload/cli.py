@@ -1,0 +1,170 @@
+"""The command line: `pdoffload config`, `pdoffload demo`.
+
+Commands import what they need when they run, so that `--help` loads neither torch nor vLLM nor NIXL.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import pdoffload
+from pdoffload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdoffload.launch import Checked
+
+EXIT_PROBLEMS = 2
+_WIDE = 200
+
+# Without rich markup typer prints plain help, which costs no import of rich.
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Keep the KV cache of LLM inference beyond device memory, moved by NIXL.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Check settings, and list them.")
+app.add_typer(config_app, name="config")
+
+
+def main() -> int:
+    """Run the command of `sys.argv` and return its exit status.
+
+    Once NIXL is loaded the process ends here, without exit handlers: where two copies of libnl meet,
+    a process that created a UCX agent crashes in its exit handlers, and 139 would hide the status.
+    """
+    try:
+        app(prog_name="pdoffload")
+    except SystemExit as done:
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)
+    else:
+        status = 0
+    if "nixl" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pdoffload {pdoffload.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@config_app.command("check")
+def check_config(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE_OR_JSON",
+            help="The value of --kv-transfer-config, or its kv_connector_extra_config alone: "
+            "JSON, a file that holds it, or - for standard input.",
+        ),
+    ],
+) -> None:
+    """Check a configuration in full. Exit status: 0 right, 2 problems, one line each."""
+    from pdoffload.launch import check_text
+
+    try:
+        checked = check_text(_read_source(source))
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(problem, err=True)
+        raise typer.Exit(EXIT_PROBLEMS) from error
+    _print_resolved(checked)
+    for line in checked.warnings:
+        typer.echo(f"warning: {line}", err=True)
+
+
+def _read_source(source: str) -> str:
+    if source.lstrip().startswith(("{", "[")):
+        return source
+    try:
+        return sys.stdin.read() if source == "-" else Path(source).read_text()
+    except OSError as error:
+        raise ConfigError([f"{source}: {error.strerror}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{source}: not UTF-8 text"]) from error
+
+
+def _print_resolved(checked: Checked) -> None:
+    from pdoffload.config import resolved
+
+    for where, config in checked.connectors:
+        _print_table(where.rstrip("."), ("key", "value"), resolved(config))
+
+
+def _print_table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> None:
+    """On a terminal as wide as it is; elsewhere wide, so that a line stays a line for `grep`."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDE
+    table = Table(*columns, title=title or None, box=SIMPLE, title_justify="left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+@config_app.command("keys")
+def list_keys(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print docs/configuration.md instead of tables.")
+    ] = False,
+) -> None:
+    """List every key with its default, what is allowed, and what it means."""
+    from pdoffload import reference
+    from pdoffload.settings import keys_of
+
+    if markdown:
+        typer.echo(reference.markdown(), nl=False)
+        return
+    for title, table in reference.TABLES:
+        rows = [
+            (key.name, reference.default_text(key), key.allowed, key.meaning.replace("`", ""))
+            for key in keys_of(table)
+        ]
+        _print_table(title, ("key", "default", "allowed", "meaning"), rows)
+
+
+@app.command()
+def demo(
+    model_dir: Annotated[Path, typer.Argument(help="A model checkpoint that vLLM can serve.")],
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where chunks and logs go; a temporary directory by default."),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep chunks and logs afterwards.")] = False,
+) -> None:
+    """Show a model's KV cache come back from memory and disk."""
+    from pdoffload.demo import run
+
+    raise typer.Exit(run(model_dir, work_dir, keep))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

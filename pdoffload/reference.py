@@ -1,0 +1,90 @@
+"""The reference of every setting, written from the structs in `pdoffload.options`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdoffload.options import CustomTierConfig, FsTierConfig, OffloadConfig
+from pdoffload.settings import Key, keys_of, text
+
+TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("kv_connector_extra_config", OffloadConfig),
+    ("secondary_tiers: type fs", FsTierConfig),
+    ("secondary_tiers: a class from elsewhere", CustomTierConfig),
+)
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by `pdoffload config keys --markdown`; a test compares. Change the structs instead. -->
+
+pdoffload is configured where vLLM's KV offloading is: in `kv_connector_extra_config`. Keys that
+vLLM's own offloading has mean here what they mean there; those marked **+** are ours.
+
+```json
+{"kv_connector": "PdOffloadConnector", "kv_connector_module_path": "pdoffload.vllm",
+ "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+ "kv_connector_extra_config": {
+   "spec_name": "NixlTieringOffloadingSpec",
+   "cpu_bytes_to_use": 10737418240,
+   "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/kv"}]}}
+```
+
+Under the stock connector, name the spec: `"kv_connector": "OffloadingConnector"` and in the extra
+config `"spec_name": "NixlTieringOffloadingSpec", "spec_module_path": "pdoffload.vllm"`. Both work as
+members of vLLM's `MultiConnector`.
+
+Check a configuration before an engine is started with it; the argument is the JSON, a file, or `-`:
+
+```
+pdoffload config check '{"kv_connector": "PdOffloadConnector", ...}'
+```
+
+It exits with 0 and prints every setting as it will be used, or with 2 and one line per problem.
+
+## How values are read
+
+- All problems are reported together, each naming the key, the value and what is allowed.
+- An unknown key is a problem, and the nearest known key is named.
+- Booleans are JSON `true` and `false`. `"false"`, `"no"`, `0` and `1` are problems, not guesses.
+- Numbers are not read out of strings: `"16"` and `"10GB"` are problems. A number without a fraction
+  counts as whole (`1e10`, `4294967296.0`), because `--kv-offloading-size` of vLLM arrives so.
+- `null` is allowed only where the table says so.
+- No environment variable is read.
+- `cpu_bytes_to_use` must pay for at least one chunk. How large a chunk is depends on the model, so
+  this one is found when the engine starts; the message says how much is needed.
+- Not together: `block_size` and `blocks_per_chunk`; `store_threshold` of 2 or more and several
+  tiers; `secondary_tiers` and `NixlCPUOffloadingSpec`; two `fs` tiers with one `root_dir`.
+
+Settings that work but are perhaps not meant so (a tiering spec without tiers, `verify` off, a
+relative `root_dir`) are warnings.
+"""
+
+_TAIL = """
+`obj` and `p2p` are tier types of later versions, `NixlDirectOffloadingSpec` is a spec of one; naming
+them is a problem that says so.
+"""
+
+
+def default_text(key: Key) -> str:
+    """The default of `key` as the reference prints it."""
+    if key.required:
+        return "required"
+    return "none" if key.default in ((), {}) else text(key.default, key.unit)
+
+
+def markdown() -> str:
+    """docs/configuration.md, complete."""
+    parts = [_HEAD]
+    for title, table in TABLES:
+        parts.append(
+            f"\n## `{title}`\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n"
+        )
+        parts.extend(_row(key) for key in keys_of(table))
+    return "".join((*parts, _TAIL))
+
+
+def _row(key: Key) -> str:
+    mark = "**+** " if key.own else ""
+    cells = (f"{mark}`{key.name}`", default_text(key), key.allowed, key.meaning)
+    return f"| {' | '.join(cells)} |\n"
