@@ -36,12 +36,17 @@ class Agent(ABC):
 
     @abstractmethod
     def register_memory(
-        self, address: int, size_bytes: int, *, kind: MemoryKind = MemoryKind.DRAM, device_id: int = 0
+        self,
+        address: int,
+        size_bytes: int,
+        *,
+        kind: MemoryKind = MemoryKind.DRAM,
+        device_id: int = 0,
     ) -> Region:
         """Make `[address, address + size_bytes)` usable as either side of a transfer.
 
         The memory stays the caller's; it must outlive the region. Raises `NixlError` if NIXL refuses and
-        `MisuseError` for a size below 1 or an address of 0.
+        `MisuseError` for a size below 1, an address of 0, or bytes that a live region of this agent has.
         """
 
     @abstractmethod
@@ -63,12 +68,14 @@ class Agent(ABC):
         `what` names the work in errors ("load of 16 chunks"). Copies between two DRAM regions may be
         made by this call itself, in the calling thread, without the interpreter lock.
 
-        Returns a transfer in any state; a refusal by NIXL is a FAILED transfer, not an exception.
+        Returns a transfer in any state; a refusal by NIXL is a FAILED transfer, not an exception. One
+        that is not RUNNING any more is told by this return alone, `poll` does not repeat it.
         """
 
     @abstractmethod
     def poll(self) -> list[Transfer]:
-        """Make progress; return the transfers that became terminal (DONE, FAILED) or UNKNOWN just now.
+        """Make progress; return the transfers that became terminal (DONE, FAILED) or UNKNOWN since the
+        last call, except those that `submit` or `wait` returned that way.
 
         A transfer that turned UNKNOWN is returned a second time when NIXL says it is over (then DONE or
         FAILED in `settled_state`): from then on its memory is free of it.
@@ -82,8 +89,11 @@ class Agent(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = 5.0) -> list[Transfer]:
         """Release every transfer, region and the agent itself; idempotent.
 
-        After it returns no byte moves any more on behalf of this agent: UNKNOWN transfers are settled.
+        Waits up to `timeout_s` for what still runs. Copies between memories end here at the latest: those
+        transfers are settled afterwards. File I/O does not: a transfer whose I/O was not seen to end is
+        returned, UNKNOWN and unsettled for ever, with its agent left standing; the memory and the files
+        of it must not be freed or used again in this process. The list is empty in ordinary life.
         """

@@ -1,0 +1,66 @@
+"""The seam below an agent: what is asked of NIXL, one call at a time, without any bookkeeping.
+
+`pdoffload.agent.nixl.NixlDriver` is the real one; `pdoffload.testing.FakeDriver` moves bytes itself and
+can be told to fail. Foreign exceptions do not pass this seam: a driver raises `NixlError` or answers
+with a `Verdict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from pdoffload.agent.agent import Op
+from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
+from pdoffload.agent.transfer import TransferState
+from pdoffload.errors import NixlError
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a driver knows of a posted request.
+
+    RUNNING: ask again. DONE, FAILED: no byte moves any more. UNKNOWN: it failed, bytes may still move,
+    and asking again tells nothing. `spreads`: so did every other file request of this driver, because
+    they share a queue that has lost track; no file request will work any more.
+    """
+
+    state: TransferState
+    error: NixlError | None = None
+    spreads: bool = False
+
+
+RUNNING = Verdict(TransferState.RUNNING)
+DONE = Verdict(TransferState.DONE)
+
+
+class Driver(Protocol):
+    """Called by one thread. Handles are opaque to the caller and stay valid until given back."""
+
+    def register(self, kind: MemoryKind, rows: Rows) -> Any:
+        """Make memory or files known; raises `NixlError`."""
+        ...
+
+    def deregister(self, handle: Any) -> None:
+        """Forget one registration. After a `NixlError` it is as before."""
+        ...
+
+    def make(self, op: Op, local: Descriptors, remote: Descriptors) -> Any:
+        """A request, not posted yet. A `NixlError` means that nothing was made."""
+        ...
+
+    def start(self, handle: Any) -> Verdict:
+        """Post a request. A `NixlError` counts as UNKNOWN."""
+        ...
+
+    def check(self, handle: Any) -> Verdict:
+        """Make progress and tell how a posted request stands. A `NixlError` counts as UNKNOWN."""
+        ...
+
+    def release(self, handle: Any) -> None:
+        """Free a request that is over. After a `NixlError` it may be tried again."""
+        ...
+
+    def close(self, *, abandon: bool) -> None:
+        """Tear everything down. `abandon`: file I/O still runs, so touch nothing and leak it all."""
+        ...

@@ -1,0 +1,262 @@
+"""NIXL itself. The only module that imports it, and the only one that sees its errors and states.
+
+What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5.1:
+
+- Once a request has failed, NIXL never asks the plugin about it again.
+- POSIX with io_uring or Linux AIO, from NIXL 1.5: an I/O that fails or ends short fails its own request
+  alone, and the failure is told only when every I/O of that request has ended or been cancelled.
+- POSIX with posix_aio, and every POSIX queue before 1.5: the error of one I/O is told to whichever
+  request is asked next, possibly to none or to all, while other I/Os go on; a request can be reported
+  done whose I/O failed. All file requests of the agent are UNKNOWN then, and it has to be replaced.
+- Before 1.5 a short read or write counts as done: the length of the files is compared instead.
+- Releasing a POSIX request in flight, and closing an agent over one, does not stop its I/O; the
+  completion of it is written through a dangling pointer. We never do either.
+- UCX tells the first error of a request while other pieces of it may still move: UNKNOWN until the
+  agent, and with it UCX's worker, is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pdoffload.agent.agent import Op
+from pdoffload.agent.backends import Backend, PosixBackend
+from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
+from pdoffload.agent.driven import DrivenAgent
+from pdoffload.agent.driver import DONE, RUNNING, Verdict
+from pdoffload.agent.transfer import TransferState
+from pdoffload.clock import SYSTEM_CLOCK, Clock
+from pdoffload.errors import BackendUnusable, ConfigError, NixlError
+
+_serial = itertools.count(1)
+_abandoned: list[object] = []
+"""NIXL objects under which file I/O still ran when their agent was closed: never to be destroyed."""
+
+# Raised by NIXL's core before a plugin has seen the request.
+_NOT_POSTED = (
+    "nixlNotFoundError",
+    "nixlInvalidParamError",
+    "nixlMismatchError",
+    "nixlNotSupportedError",
+)
+
+
+class NixlAgent(DrivenAgent):
+    """A NIXL agent with exactly the given backends, all of them usable or `BackendUnusable`.
+
+    NIXL's progress thread is off: it would spin a core for ever. The name is made unique by the process
+    and a counter. Belongs to the thread that creates it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backends: Sequence[Backend],
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        check_overlaps: bool = True,
+    ) -> None:
+        unique = f"{name}-{os.getpid()}-{next(_serial)}"
+        driver = NixlDriver(unique, backends)
+        super().__init__(unique, driver, clock=clock, check_overlaps=check_overlaps)
+        self.backends = driver.params
+        """Backend name -> the parameters it was created with."""
+
+
+class NixlDriver:
+    """One `nixl_agent`; see `Driver`."""
+
+    def __init__(self, name: str, backends: Sequence[Backend]) -> None:
+        if len({backend.name for backend in backends}) != len(backends) or not backends:
+            raise ConfigError([f"backends {[b.name for b in backends]}: want each one once"])
+        api = _load()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent = _call("nixl_agent", api.nixl_agent, name, config)
+        self._name = name
+        self.params = {backend.name: self._create(backend) for backend in backends}
+        kinds = {each: self._agent.get_backend_mem_types(each) for each in self.params}
+        self._file_backends = [each for each in kinds if "FILE_SEG" in kinds[each]]
+        self._memory_backends = [
+            each for each in kinds if not {"FILE_SEG", "OBJ_SEG", "BLK_SEG"} & set(kinds[each])
+        ]
+        before_1_5 = _version() < (1, 5)
+        self._posix_loses_track = before_1_5 or "use_posix_aio" in self.params.get("POSIX", {})
+        self._short_is_done = before_1_5
+        posix = next((each for each in backends if isinstance(each, PosixBackend)), None)
+        self._max_ios = posix.max_ios if posix else None
+        self._ios = 0
+
+    def _create(self, backend: Backend) -> dict[str, str]:
+        reason = ""
+        for params in backend.candidates():
+            try:
+                _call("create_backend", self._agent.create_backend, backend.name, params)
+            except NixlError as error:
+                reason = error.reason
+            else:
+                return params
+        listed = backend.name in self._agent.get_plugin_list()
+        why = "its libraries are missing or it refuses to start" if listed else "no such plugin"
+        raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
+
+    def register(self, kind: MemoryKind, rows: Rows) -> Any:
+        return _call("register_memory", self._agent.register_memory, rows, kind.value)
+
+    def deregister(self, handle: Any) -> None:
+        _call("deregister_memory", self._agent.deregister_memory, handle)
+
+    def make(self, op: Op, local: Descriptors, remote: Descriptors) -> _Request:
+        to_file = remote.kind is MemoryKind.FILE
+        backends = self._file_backends if to_file else self._memory_backends
+        if not backends:
+            reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
+            raise NixlError("initialize_xfer", reason)
+        ios = len(remote) if to_file and self._max_ios else 0
+        if ios and self._max_ios and self._ios + ios > self._max_ios:
+            # The plugin would queue a part of it and then refuse.
+            reason = f"{self._ios} pieces in flight, {ios} more exceed max_ios {self._max_ios}"
+            raise NixlError("initialize_xfer", reason)
+        sides = [
+            _call("get_xfer_descs", self._agent.get_xfer_descs, side.rows, side.kind.value)
+            for side in (local, remote)
+        ]
+        handle = _call(
+            "initialize_xfer",
+            self._agent.initialize_xfer,
+            op.value,
+            *sides,
+            self._name,
+            b"",
+            backends,
+        )
+        self._ios += ios
+        return _Request(handle, ios, remote.rows if self._short_is_done and to_file else None)
+
+    def start(self, handle: _Request) -> Verdict:
+        return self._judge("transfer", self._agent.transfer, handle)
+
+    def check(self, handle: _Request) -> Verdict:
+        return self._judge("check_xfer_state", self._agent.check_xfer_state, handle)
+
+    def _judge(self, name: str, call: Callable[[Any], Any], request: _Request) -> Verdict:
+        try:
+            state = _call(name, call, request.handle)
+        except NixlError as error:
+            return self._diagnose(request, error)
+        if state == "PROC":
+            return RUNNING
+        if state == "DONE":
+            return self._confirm(request)
+        return self._diagnose(request, NixlError(name, f"state {state}"))
+
+    def _diagnose(self, request: _Request, error: NixlError) -> Verdict:
+        cause = type(error.__cause__).__name__
+        if error.call == "transfer" and cause in _NOT_POSTED:
+            return Verdict(TransferState.FAILED, error)
+        try:
+            backend = _call("query_xfer_backend", self._agent.query_xfer_backend, request.handle)
+        except NixlError:
+            # Which plugin failed only sharpens the verdict; without it the safe one stands.
+            return Verdict(TransferState.UNKNOWN, error)
+        if backend != "POSIX":
+            return Verdict(TransferState.UNKNOWN, error)
+        if self._posix_loses_track or error.call == "transfer":
+            return Verdict(TransferState.UNKNOWN, error, spreads=self._posix_loses_track)
+        return Verdict(TransferState.FAILED, error)
+
+    def _confirm(self, request: _Request) -> Verdict:
+        if request.files is None:
+            return DONE
+        ends = request.files[:, 0] + request.files[:, 1]
+        for fd in np.unique(request.files[:, 2]):
+            need = int(ends[request.files[:, 2] == fd].max())
+            have = os.fstat(int(fd)).st_size
+            if have < need:
+                reason = f"file {int(fd)} holds {have} of {need} bytes"
+                return Verdict(TransferState.FAILED, NixlError("check_xfer_state", reason))
+        return DONE
+
+    def release(self, handle: _Request) -> None:
+        _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handle)
+        self._ios -= handle.ios
+
+    def close(self, *, abandon: bool) -> None:
+        if abandon:
+            _abandoned.append(self._agent)
+        del self._agent
+
+
+class _Request:
+    """A NIXL request, the I/Os it takes of the POSIX queue, and its file rows where lengths matter."""
+
+    __slots__ = ("files", "handle", "ios")
+
+    def __init__(self, handle: Any, ios: int, files: Rows | None) -> None:
+        self.handle = handle
+        self.ios = ios
+        self.files = files
+
+
+def probe(backend: Backend) -> str | None:
+    """Why `backend` cannot be used on this machine, or None if it can: an agent with it is created.
+
+    A plugin that stands in NIXL's list may still be unusable. Takes well under 5 s; safe on any thread.
+    """
+    try:
+        NixlAgent("probe", [backend]).close()
+    except NixlError as error:
+        return error.reason
+    return None
+
+
+def first_usable(backends: Sequence[Backend]) -> tuple[Backend, tuple[str, ...]]:
+    """The first of `backends` that works, and why those before it do not.
+
+    Raises `BackendUnusable` with every reason if none does. The caller says the reasons aloud.
+    """
+    reasons: list[str] = []
+    for backend in backends:
+        reason = probe(backend)
+        if reason is None:
+            return backend, tuple(reasons)
+        reasons.append(reason)
+    raise BackendUnusable("create_backend", "; ".join(reasons) or "no backend was named")
+
+
+def _call(name: str, call: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return call(*args)
+    except Exception as error:  # the seam: plugins raise NIXL's classes and any C++ exception
+        raise NixlError(name, str(error) or type(error).__name__) from error
+
+
+@functools.cache
+def _load() -> Any:
+    """NIXL's Python module; `BackendUnusable` with the remedy where it is missing or broken."""
+    try:
+        import nixl._api as api
+    except (ImportError, OSError) as error:
+        reason = f"NIXL cannot be imported ({error}); get it by: pip install pdoffload[nixl]"
+        raise BackendUnusable("import", reason) from error
+    # It greets on standard output, once per agent and backend, where reports and JSON go.
+    logger = logging.getLogger("nixl")
+    if logger.level == logging.INFO:
+        logger.setLevel(logging.WARNING)
+    return api
+
+
+def _version() -> tuple[int, int]:
+    """NIXL's (major, minor); (0, 0), treated as old, where the package does not tell."""
+    try:
+        major, minor = importlib.metadata.version("nixl").split(".")[:2]
+        return int(major), int(minor)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return 0, 0
