@@ -1,10 +1,24 @@
 """The adapter to vLLM: a connector, its specs, and both sides of their work.
 
-vLLM imports this module by name (`kv_connector_module_path`, `spec_module_path`). `compat` is the only
-file that knows vLLM's versions.
+vLLM imports this module by name (`kv_connector_module_path`, `spec_module_path`) and takes a class from
+it; only then is vLLM itself imported. `compat` is the only file that knows vLLM's versions.
 """
 
-from pdoffload.vllm.connector import PdOffloadConnector
-from pdoffload.vllm.spec import NixlCPUOffloadingSpec, NixlTieringOffloadingSpec
+from __future__ import annotations
 
-__all__ = ["NixlCPUOffloadingSpec", "NixlTieringOffloadingSpec", "PdOffloadConnector"]
+import importlib
+from typing import Any
+
+_HOMES = {
+    "PdOffloadConnector": "pdoffload.vllm.connector",
+    "NixlCPUOffloadingSpec": "pdoffload.vllm.spec",
+    "NixlTieringOffloadingSpec": "pdoffload.vllm.spec",
+}
+
+__all__ = list(_HOMES)  # noqa: PLE0604 - the names of a dict of strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

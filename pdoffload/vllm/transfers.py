@@ -166,7 +166,7 @@ class CopyThreads:
                 if agent is None:
                     agent = self._open_agent(part)
                 agent, error = self._copy_part(agent, running, part, num_parts)
-            except Exception as failure:  # noqa: BLE001 - whatever it was, the copy ends with it
+            except Exception as failure:  # whatever it was, the copy ends with it
                 error = (
                     failure
                     if isinstance(failure, PdOffloadError)
