@@ -145,7 +145,12 @@ def list_keys(
         return
     for title, table in reference.TABLES:
         rows = [
-            (key.name, reference.default_text(key), key.allowed, key.meaning.replace("`", ""))
+            (
+                reference.key_text(key),
+                reference.default_text(key),
+                key.allowed,
+                key.meaning.replace("`", ""),
+            )
             for key in keys_of(table)
         ]
         _print_table(title, ("key", "default", "allowed", "meaning"), rows)

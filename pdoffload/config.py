@@ -18,6 +18,7 @@ from pdoffload.options import (
     ADAPTER_MODULE,
     BUILT_IN_POLICIES,
     CPU_SPEC,
+    LATER_FS_BACKENDS,
     LATER_SPECS,
     LATER_TIER_TYPES,
     SPECS,
@@ -30,7 +31,7 @@ from pdoffload.options import (
     TierConfig,
     Verify,
 )
-from pdoffload.settings import keys_of, read, shown, size_text, suggestion, text
+from pdoffload.settings import keys_of, name_text, read, shown, size_text, suggestion, text
 
 __all__ = [
     "ADAPTER_MODULE",
@@ -63,8 +64,9 @@ def parse(extra_config: Mapping[str, Any]) -> OffloadConfig:
         )
     problems: list[str] = []
     given = dict(extra_config)
-    tiers = _read_tiers(given.pop("secondary_tiers", []), problems)
+    given_tiers = given.pop("secondary_tiers", [])
     values = read(OffloadConfig, given, "", problems)
+    tiers = _read_tiers(given_tiers, problems)
     problems += _spec_problems(values, bool(tiers))
     problems += _chunk_problems(extra_config)
     problems += _policy_problems(values)
@@ -91,6 +93,7 @@ def _read_tier(given: Any, where: str, problems: list[str]) -> TierConfig | None
     if kind == "fs":
         values = read(FsTierConfig, given, f"{where}.", problems)
         problems += _mode_problems(values, given, where)
+        problems += _backend_problems(values, where)
         return None if len(problems) > found_before else FsTierConfig(**values)
     if "module_path" in given and kind not in LATER_TIER_TYPES:
         own = {name: given[name] for name in ("type", "module_path") if name in given}
@@ -121,6 +124,15 @@ def _mode_problems(values: Mapping[str, Any], given: Mapping[str, Any], where: s
     (key,) = (key for key in keys_of(FsTierConfig) if key.name == "file_mode")
     octal = f", which is {mode:#o}" if isinstance(given["file_mode"], int) else ""
     return [f"{where}.file_mode: got {shown(given['file_mode'])}{octal}; allowed: {key.allowed}"]
+
+
+def _backend_problems(values: Mapping[str, Any], where: str) -> list[str]:
+    backend = values.get("backend")
+    if backend not in LATER_FS_BACKENDS:
+        return []
+    return [
+        f"{where}.backend: {backend!r} is not available in this version; available: auto, POSIX"
+    ]
 
 
 def _spec_problems(values: Mapping[str, Any], has_tiers: bool) -> list[str]:
@@ -267,7 +279,7 @@ def _tier_rows(tier: TierConfig) -> list[tuple[str, str]]:
     return [
         ("type", tier.type),
         ("module_path", tier.module_path),
-        *((name, "(given)") for name in tier.options),
+        *((name_text(name), "(given)") for name in tier.options),
     ]
 
 

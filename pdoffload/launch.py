@@ -15,7 +15,7 @@ import msgspec
 from pdoffload.config import parse, warnings
 from pdoffload.errors import ConfigError
 from pdoffload.options import ADAPTER_MODULE, SPECS, ModulePath, Name, OffloadConfig
-from pdoffload.settings import about, read, shown, suggestion
+from pdoffload.settings import about, name_text, read, shown, suggestion
 
 OWN_CONNECTOR = "PdOffloadConnector"
 STOCK_CONNECTOR = "OffloadingConnector"
@@ -66,7 +66,7 @@ def check_text(written: str) -> Checked:
         given = json.loads(written, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"not JSON: {error}"]) from error
-    problems = [f"{name}: given twice in one object" for name in repeated]
+    problems = [f"{name_text(name)}: given twice in one object" for name in repeated]
     try:
         checked = check(given)
     except ConfigError as error:

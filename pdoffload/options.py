@@ -23,6 +23,7 @@ ADAPTER_MODULE = "pdoffload.vllm"
 
 TIER_TYPES = ("fs",)
 LATER_TIER_TYPES = ("obj", "p2p")
+LATER_FS_BACKENDS = ("GDS_MT", "GDS")
 BUILT_IN_POLICIES = ("lru", "arc")
 
 
@@ -78,7 +79,8 @@ class FsTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table",
     backend: Annotated[
         Literal["auto", "POSIX", "GDS_MT", "GDS"],
         about(
-            "NIXL plugin that moves the bytes. `auto`: GDS_MT where it works, else POSIX.",
+            "NIXL plugin that moves the bytes. `auto` is POSIX in this version, and later GDS_MT where "
+            "it works; GDS_MT and GDS are refused until then.",
             own=True,
         ),
     ] = "auto"

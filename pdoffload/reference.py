@@ -10,7 +10,7 @@ from pdoffload.settings import Key, keys_of, text
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("kv_connector_extra_config", OffloadConfig),
     ("secondary_tiers: type fs", FsTierConfig),
-    ("secondary_tiers: a class from elsewhere", CustomTierConfig),
+    ("secondary_tiers: a tier class from elsewhere", CustomTierConfig),
 )
 
 _HEAD = """\
@@ -61,9 +61,14 @@ relative `root_dir`) are warnings.
 """
 
 _TAIL = """
-`obj` and `p2p` are tier types of later versions, `NixlDirectOffloadingSpec` is a spec of one; naming
-them is a problem that says so.
+The tier types `obj` and `p2p` and the spec `NixlDirectOffloadingSpec` belong to later versions; naming
+one is a problem that says so.
 """
+
+
+def key_text(key: Key) -> str:
+    """The name of `key` as an operator writes it: `options` stands for the class's own names."""
+    return "..." if key.name == "options" else key.name
 
 
 def default_text(key: Key) -> str:
@@ -86,5 +91,5 @@ def markdown() -> str:
 
 def _row(key: Key) -> str:
     mark = "**+** " if key.own else ""
-    cells = (f"{mark}`{key.name}`", default_text(key), key.allowed, key.meaning)
+    cells = (f"{mark}`{key_text(key)}`", default_text(key), key.allowed, key.meaning)
     return f"| {' | '.join(cells)} |\n"

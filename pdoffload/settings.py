@@ -119,7 +119,7 @@ def read(
     for name, value in given.items():
         key = keys.get(name)
         if key is None:
-            problems.append(f"{where}{name}: unknown key; {suggestion(str(name), keys)}")
+            problems.append(f"{where}{name_text(name)}: unknown key; {suggestion(str(name), keys)}")
             continue
         try:
             values[name] = msgspec.convert(_normal(value, key.unit), key.annotation)
@@ -153,13 +153,20 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """`value` as its JSON, cut where it is long; of what has no JSON, the type."""
+    """`value` as its JSON on one line, cut where it is long; of what has no JSON, the type."""
     try:
         written = json.dumps(value, ensure_ascii=False)
+        if not written.isprintable():
+            written = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         written = f"a value of type {type(value).__name__}"
-    written = written.encode(errors="backslashreplace").decode()
     return written if len(written) <= _LONGEST_VALUE else f"{written[: _LONGEST_VALUE - 3]}..."
+
+
+def name_text(name: Any) -> str:
+    """The name of a key that somebody else chose, fit for one line of a problem."""
+    plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= _LONGEST_VALUE
+    return name if plain else shown(name)
 
 
 def text(value: Any, unit: Unit = Unit.PLAIN) -> str:
@@ -174,7 +181,9 @@ def text(value: Any, unit: Unit = Unit.PLAIN) -> str:
         return f"0{value:03o}"
     if unit is Unit.BYTES:
         return size_text(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) and value.isprintable() else shown(value)
 
 
 def size_text(size_bytes: int) -> str:

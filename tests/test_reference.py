@@ -1,0 +1,28 @@
+"""The committed reference is the one that the structs give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdoffload.options import FsTierConfig, OffloadConfig
+from pdoffload.reference import markdown
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == markdown(), (
+        "run: pdoffload config keys --markdown > docs/configuration.md"
+    )
+
+
+def test_every_key_stands_in_the_page() -> None:
+    page = markdown()
+    for key in (*OffloadConfig.__struct_fields__, *FsTierConfig.__struct_fields__):
+        assert f"`{key}` |" in page
+
+
+def test_no_cell_breaks_its_table() -> None:
+    rows = [line for line in markdown().splitlines() if line.startswith("|")]
+    assert len(rows) > 30
+    assert all(row.count("|") == 5 for row in rows)
