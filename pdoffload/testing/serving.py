@@ -1,10 +1,10 @@
-"""A real `vllm serve` as a child process: for the demo, for tests, for benchmarks.
+"""A real vLLM server as a child process: for the demo, for tests, for benchmarks.
 
     with VllmServer(ServeOptions(model_dir=..., kv_transfer_config={...}), work_dir) as server:
         cold = server.complete(prompt, max_tokens=16)
 
 State of a server: `new` -> `up` (answered /health) -> `gone` (stopped, killed, or died). It may be
-started again after `gone`, on a new port, with the log appended to.
+started again after `gone`, on a new port, with a new log.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per device block; the CPU build's attention wants a multiple of 32."""
     max_model_len: int = 4096
     kv_cache_gib: int = 1
+    dtype: str = "auto"
     tensor_parallel: int = 1
     extra_args: tuple[str, ...] = ()
     env: dict[str, str] = {}
@@ -75,6 +76,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--block-size": self.block_size,
             "--max-model-len": self.max_model_len,
             "--tensor-parallel-size": self.tensor_parallel,
+            "--dtype": self.dtype,
         }
         if self.kv_transfer_config is not None:
             options["--kv-transfer-config"] = json.dumps(self.kv_transfer_config)
@@ -142,7 +144,7 @@ def log_excerpt(path: Path) -> str:
 
 
 class VllmServer:
-    """One server at a time, in a process group of its own; its log is `work_dir/NAME.log`.
+    """One server at a time, in a process group of its own; each start has a log of its own.
 
     One thread, the owner, makes all calls, and lives at least as long as the server: the server
     is told to stop when that thread ends. `command` replaces `vllm serve` (tests hand in a
@@ -161,7 +163,9 @@ class VllmServer:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.options = options
-        self.log_path = work_dir / f"{name}.log"
+        self.log_path = work_dir / f"{name}-1.log"
+        self._name = name
+        self._starts = 0
         self.port = 0
         self._command = command or options.arguments
         self._on_progress = on_progress
@@ -171,8 +175,12 @@ class VllmServer:
 
     def __repr__(self) -> str:
         state = "new" if self.port == 0 else "up" if self._api else "gone"
-        pid = self._process.pid if self._process else None
-        return f"<VllmServer {state} port={self.port} pid={pid} log={self.log_path}>"
+        return f"<VllmServer {state} port={self.port} pid={self.pid} log={self.log_path}>"
+
+    @property
+    def pid(self) -> int | None:
+        """The process that was started, which is its group's number too; None when nothing runs."""
+        return self._process.pid if self._process else None
 
     def __enter__(self) -> Self:
         self.start()
@@ -199,8 +207,10 @@ class VllmServer:
         if self._process is not None:
             raise MisuseError(f"{self!r} runs already")
         self.port = free_port()
+        self._starts += 1
+        self.log_path = self.log_path.with_name(f"{self._name}-{self._starts}.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, *self._command(self.port)],
                 stdin=subprocess.DEVNULL,
@@ -223,7 +233,6 @@ class VllmServer:
         timeout_s = self.options.start_timeout_s
         deadline_s = self._clock.monotonic_s() + timeout_s
         with self.log_path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
             while not api.is_healthy():
                 status = self._process.poll()
                 if status is not None:
@@ -295,7 +304,7 @@ class VllmServer:
         return self.api.metrics()
 
     def log_text(self) -> str:
-        """The whole log so far."""
+        """The whole log of the present or last start, so far."""
         return self.log_path.read_text(errors="replace")
 
 

@@ -1,0 +1,253 @@
+"""The server's life, with a stand-in of forty lines in place of vLLM."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdoffload.errors import MisuseError
+from pdoffload.testing.openai_api import ApiError
+from pdoffload.testing.serving import ServeOptions, ServerFailed, VllmServer, threads_bind
+
+STAND_IN = """
+import http.server, json, os, signal, subprocess, sys
+
+mode, port = sys.argv[1], int(sys.argv[2])
+if mode == "dies":
+    print("RuntimeError: no such model")
+    print("a trace that says nothing")
+    sys.exit(3)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print("loading weights", flush=True)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    reset_answers = [False, True]
+    log_message = lambda *words: None
+
+    def answer(self, text, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        if self.path == "/metrics":
+            env = os.environ
+            return self.answer(
+                'vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"} 64\\n'
+                'vllm:prompt_tokens_cached_by_source_total{engine="1",source="host"} 32\\n'
+                'vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 0\\n'
+                f'seen{{pid="{child.pid}",seed="{env.get("PYTHONHASHSEED", "unset")}"}} 1\\n'
+            )
+        self.answer("", 200 if mode != "sick" else 503)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if self.path == "/reset_prefix_cache":
+            return self.answer(json.dumps({"success": self.reset_answers.pop(0)}))
+        if body["prompt"] == "too long":
+            return self.answer("prompt too long", 400)
+        events = [
+            {"choices": [{"text": "a", "token_ids": [5]}]},
+            {"choices": [{"text": "b", "token_ids": [6]}]},
+            {"choices": [], "usage": {"prompt_tokens": 7}},
+        ]
+        if body["prompt"] == "fails":
+            events = [{"error": {"message": "engine died"}}]
+        lines = [f"data: {json.dumps(event)}\\n\\n" for event in events]
+        self.answer("".join(lines) + "data: [DONE]\\n\\n")
+
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+PARENT = """
+import sys
+from pathlib import Path
+from pdoffload.testing.serving import ServeOptions, VllmServer
+
+folder = Path(sys.argv[1])
+command = lambda port: [sys.executable, str(folder / "stand_in.py"), "well", str(port)]
+server = VllmServer(ServeOptions(model_dir=folder), folder, command=command)
+server.start()
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+
+Build = Callable[..., VllmServer]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """A server over the stand-in in one of its modes: well, stubborn, sick, dies."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+
+    def make(mode: str = "well", **arguments: object) -> VllmServer:
+        options = ServeOptions(model_dir=tmp_path, start_timeout_s=1.0 if mode == "sick" else 30.0)
+        return VllmServer(
+            options,
+            tmp_path,
+            command=lambda port: [sys.executable, str(script), mode, str(port)],
+            **arguments,
+        )
+
+    return make
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _child_pid(server: VllmServer) -> int:
+    return int(next(iter(server.metrics().by_label("seen", "pid"))))
+
+
+def test_a_completion_has_text_tokens_and_the_time_to_the_first(build: Build) -> None:
+    with build() as server:
+        done = server.complete("hello", max_tokens=2)
+    assert (done.text, done.token_ids, done.prompt_tokens) == ("ab", (5, 6), 7)
+    assert 0 < done.ttft_s <= done.total_s
+
+
+def test_a_refused_request_says_what_the_server_said(build: Build) -> None:
+    with build() as server:
+        with pytest.raises(ApiError, match=r"prompt too long \(HTTP 400\)"):
+            server.complete("too long", max_tokens=1)
+        with pytest.raises(ApiError, match="engine died"):
+            server.complete("fails", max_tokens=1)
+
+
+def test_reset_asks_again_while_blocks_are_held(build: Build) -> None:
+    with build() as server:
+        server.reset_prefix_cache(timeout_s=10)
+
+
+def test_metrics_sum_over_engines_and_leave_out_zeros(build: Build) -> None:
+    with build() as server:
+        metrics = server.metrics()
+    assert metrics.cached_tokens_by_source() == {"host": 96}
+    assert metrics.total("vllm:prompt_tokens_cached_by_source_total", engine="1") == 32
+    assert metrics.total("no_such_metric") == 0
+    assert metrics.since(metrics).cached_tokens_by_source() == {}
+
+
+def test_the_hash_seed_of_the_caller_does_not_reach_the_server(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "123")
+    with build() as server:
+        assert server.metrics().by_label("seen", "seed") == {"unset": 1.0}
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_ending_a_server_ends_its_children_too(build: Build, end: str) -> None:
+    server = build()
+    server.start()
+    child = _child_pid(server)
+    getattr(server, end)()
+    assert not _is_alive(child)
+    getattr(server, end)()
+
+
+def test_a_server_that_ignores_sigterm_is_killed(build: Build) -> None:
+    server = build("stubborn")
+    server.start()
+    child = _child_pid(server)
+    server.stop(timeout_s=0.2)
+    assert not _is_alive(child)
+
+
+def test_a_server_may_be_started_again_after_a_kill(build: Build) -> None:
+    with build() as server:
+        first = server.log_path
+        server.kill()
+        with pytest.raises(MisuseError, match="not up"):
+            server.metrics()
+        server.start()
+        assert server.log_path != first
+        assert server.complete("hello", max_tokens=2).text == "ab"
+
+
+def test_starting_twice_is_misuse(build: Build) -> None:
+    with build() as server, pytest.raises(MisuseError, match="runs already"):
+        server.start()
+
+
+def test_a_server_that_dies_while_starting_shows_its_cause(build: Build) -> None:
+    server = build("dies")
+    with pytest.raises(ServerFailed, match="status 3") as failure:
+        server.start()
+    assert "RuntimeError: no such model" in str(failure.value)
+    assert "a trace that says nothing" in str(failure.value)
+
+
+def test_a_server_that_never_gets_healthy_is_not_left_running(build: Build) -> None:
+    server = build("sick")
+    with pytest.raises(ServerFailed, match="no answer on /health in 1 s"):
+        server.start()
+    assert server.pid is None
+    port_is_free = socket.create_server(("127.0.0.1", server.port))
+    port_is_free.close()
+
+
+def test_progress_is_told_while_the_server_starts(build: Build) -> None:
+    lines: list[str] = []
+    with pytest.raises(ServerFailed):
+        build("sick", on_progress=lines.append).start()
+    assert "loading weights" in lines
+
+
+def test_an_error_inside_the_with_block_carries_the_log(build: Build) -> None:
+    with pytest.raises(ValueError, match="mine") as failure, build():
+        raise ValueError("mine")
+    assert "loading weights" in failure.value.__notes__[0]
+
+
+def test_a_server_ends_with_the_process_that_started_it(build: Build, tmp_path: Path) -> None:
+    # A test run that is shot dead runs no clean-up code: the kernel has to tell the server.
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, str(program), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    server_pid = int(parent.stdout.readline())
+    ended = os.pidfd_open(server_pid)
+    parent.kill()
+    parent.wait()
+    parent.stdin.close()
+    parent.stdout.close()
+    # A pidfd turns readable when its process ends.
+    readable, _, _ = select.select([ended], [], [], 30)
+    os.close(ended)
+    assert readable
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_ranks", "bind"),
+    [
+        ([0, 1], 1, "0,1"),
+        ([0, 1], 2, "0|1"),
+        ([2, 3, 6, 7], 2, "2,3|6,7"),
+        ([0, 1, 2], 2, "0|1"),
+        ([0], 2, "nobind"),
+    ],
+)
+def test_cpus_are_split_evenly_among_ranks(cpus: list[int], num_ranks: int, bind: str) -> None:
+    assert threads_bind(cpus, num_ranks) == bind
