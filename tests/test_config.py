@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdoffload import config
@@ -294,6 +294,7 @@ def test_geometry_of_nothing_is_misuse(wrong: str) -> None:
         geometry(parse(HOST), **sizes)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 24), st.integers(1, 64), st.integers(1, 64))
 def test_the_pool_never_exceeds_its_budget_and_wastes_less_than_a_chunk(
     budget: int, worker_bytes: int, copies: int, blocks: int
@@ -549,6 +550,7 @@ KNOWN_KEYS = st.sampled_from((*OffloadConfig.__struct_fields__, *FsTierConfig.__
 TABLE = st.dictionaries(KNOWN_KEYS | st.text(max_size=8), JSON, max_size=6)
 
 
+@settings(deadline=None)
 @given(TABLE, st.lists(TABLE | JSON, max_size=3))
 def test_whatever_is_given_is_parsed_or_refused_with_its_reasons(
     host: dict[str, Any], tiers: list[Any]
