@@ -34,22 +34,34 @@ Params = dict[str, str]
 
 
 class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """UCX: memory to memory, in a process, a host or a network.
+    """UCX: memory to memory.
+
+    `reach` says how far. `process`: copies inside this process, at the speed of memcpy; by default UCX
+    would ask the kernel to copy (cma), which is a quarter slower (docs/decisions/0002-descriptors.md).
+    `network`: other processes and hosts as well, with the errors of dead peers reported.
 
     `num_threads` > 0 gives the plugin a pool of threads of its own, which spin: leave it at 0 unless
     bytes go to many peers at once.
     """
 
+    reach: Literal["process", "network"] = "process"
     num_threads: int = 0
 
     name = "UCX"
 
     def __post_init__(self) -> None:
+        if self.reach not in ("process", "network"):
+            raise ConfigError([f"UcxBackend.reach: {self.reach!r} is neither process nor network"])
         _require_ints(self, num_threads=(0, 64))
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
-        return ({"num_threads": str(self.num_threads)} if self.num_threads else {},)
+        params = {"num_threads": str(self.num_threads)} if self.num_threads else {}
+        if self.reach == "process":
+            # UCX's plain in-process copy cannot report a dead peer, so it is used only if nobody asks
+            # for that; there is no peer here that could die.
+            params |= {"ucx_error_handling_mode": "none", "engine_config": "TLS=^cma"}
+        return (params,)
 
 
 class PosixBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

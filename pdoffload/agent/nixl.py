@@ -124,6 +124,10 @@ class NixlDriver:
             # The plugin would queue a part of it and then refuse.
             reason = f"{self._ios} pieces in flight, {ios} more exceed max_ios {self._max_ios}"
             raise NixlError("initialize_xfer", reason)
+        if op is Op.READ and not to_file:
+            # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
+            # its read is not.
+            op, local, remote = Op.WRITE, remote, local
         sides = [
             _call("get_xfer_descs", self._agent.get_xfer_descs, side.rows, side.kind.value)
             for side in (local, remote)
