@@ -21,7 +21,7 @@ model: setup ## make the demo's model (once)
 	@$(BIN)/python scripts/make_model.py --out $(MODEL)
 
 demo: model ## serve a model, offload its KV cache, get it back from memory and from disk
-	@$(BIN)/pdoffload demo $(MODEL)
+	@$(BIN)/pdoffload demo $(MODEL) --work-dir .cache/demo
 
 test: model ## every test, those with a real vLLM included
 	@$(BIN)/python scripts/fetch_vllm_033.py || true

@@ -26,17 +26,12 @@ import msgspec
 
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import DeadlineExceeded, MisuseError, PdOffloadError
+from pdoffload.testing import processes
 from pdoffload.testing.openai_api import ApiClient, Completion, Metrics
 
 _POLL_S = 0.1
 _TAIL_LINES = 30
 _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
-
-_LAUNCH = (
-    # Ask for SIGTERM when the thread that started us ends: a test run that is shot dead then leaves
-    # no server behind, which would keep a core busy and hold gigabytes.
-    "import ctypes, os, sys;ctypes.CDLL(None).prctl(1, 15);os.execvp(sys.argv[1], sys.argv[1:])"
-)
 
 
 class ServerFailed(PdOffloadError):
@@ -211,13 +206,8 @@ class VllmServer:
         self.log_path = self.log_path.with_name(f"{self._name}-{self._starts}.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, *self._command(self.port)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.options.environment(),
-                start_new_session=True,
+            self._process = processes.start_group(
+                self._command(self.port), env=self.options.environment(), output=log
             )
         api = ApiClient(f"http://127.0.0.1:{self.port}", clock=self._clock)
         try:
@@ -252,7 +242,7 @@ class VllmServer:
         """Ask the whole process group to end (SIGTERM), then `kill` what is left; idempotent."""
         if self._process is None:
             return
-        _signal_group(self._process.pid, signal.SIGTERM)
+        processes.signal_group(self._process.pid, signal.SIGTERM)
         # A process that ignores SIGTERM is what SIGKILL is for.
         with contextlib.suppress(DeadlineExceeded):
             self._wait_gone(timeout_s)
@@ -265,7 +255,7 @@ class VllmServer:
         """
         if self._process is None:
             return
-        _signal_group(self._process.pid, signal.SIGKILL)
+        processes.signal_group(self._process.pid, signal.SIGKILL)
         self._wait_gone(timeout_s)
         self._process = None
         if self._api is not None:
@@ -275,7 +265,7 @@ class VllmServer:
     def _wait_gone(self, timeout_s: float) -> None:
         assert self._process is not None
         deadline_s = self._clock.monotonic_s() + timeout_s
-        while self._process.poll() is None or _group_members(self._process.pid):
+        while self._process.poll() is None or processes.members(self._process.pid):
             if self._clock.monotonic_s() >= deadline_s:
                 raise DeadlineExceeded(f"process group {self._process.pid} to end", timeout_s)
             self._clock.sleep(_POLL_S / 2)
@@ -303,28 +293,13 @@ class VllmServer:
         """Every sample of the server's own /metrics, now."""
         return self.api.metrics()
 
+    def physical_read_bytes(self) -> int:
+        """Bytes that the kernel has fetched from block devices for the server's live processes.
+
+        Reads that the page cache answers do not count. The sum falls when a process ends.
+        """
+        return processes.physical_read_bytes(self.pid) if self.pid else 0
+
     def log_text(self) -> str:
         """The whole log of the present or last start, so far."""
         return self.log_path.read_text(errors="replace")
-
-
-def _signal_group(group: int, signal_number: int) -> None:
-    # No such process: already gone, which is what was wanted.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal_number)
-
-
-def _group_members(group: int) -> list[int]:
-    """Live processes of a group. Zombies do not count: a pid 1 that reaps nobody keeps them."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # pid (name, may hold anything) state ppid pgrp ...
-            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended while we looked
-        if int(pgrp) == group and state != "Z":
-            members.append(int(entry.name))
-    return members

@@ -1,0 +1,99 @@
+"""What a person sees of the demo: progress on a terminal, plain lines elsewhere, and one table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+from pdoffload.demo.verdict import Result, Step
+
+_PLAIN_WIDTH = 110
+
+
+class Report:
+    """Writes to `console`; by default standard output, `_PLAIN_WIDTH` wide where no terminal is."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = _PLAIN_WIDTH
+        self._status: Status | None = None
+        self._phase = ""
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[None]:
+        """Show a spinner with the present phase, if there is somebody to look at it."""
+        if not self.console.is_terminal:
+            yield
+            return
+        with self.console.status("") as self._status:
+            yield
+        self._status = None
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+        if self._status is None:
+            self.console.print(f"- {text}", markup=False)
+        else:
+            self._status.update(f"[bold]{escape(text)}[/]")
+
+    def detail(self, text: str) -> None:
+        if self._status is not None:
+            room = max(20, self.console.width - len(self._phase) - 8)
+            self._status.update(f"[bold]{escape(self._phase)}[/]  [dim]{escape(text[:room])}[/]")
+
+    def table(self, result: Result) -> None:
+        """The three steps side by side."""
+        table = Table(box=SIMPLE_HEAD, title="One prompt, three ways", title_style="bold")
+        table.add_column("step")
+        table.add_column("prefix from", style="cyan")
+        for column in ("TTFT", "speed-up", "tokens reused", "to device", "from disk", "verified"):
+            table.add_column(column, justify="right")
+        for step in result.steps:
+            table.add_row(*_row(step, result.cold))
+        self.console.print()
+        self.console.print(table)
+
+    def passed(self, result: Result, kept: Path | None) -> None:
+        """The closing sentences of a demo that held."""
+        text = " ".join(result.cold.completion.text.split())
+        write = self.console.print
+        write(f"[green]All three completions are identical:[/] [italic]{escape(text)}[/]")
+        write(
+            f"On disk while no server ran: {result.files} chunk files, {_size(result.file_bytes)}. "
+            f"The kernel fetched {_size(result.disk.physical_bytes)} from the device for the last step."
+        )
+        if kept is not None:
+            write(f"Chunks and logs are kept in {escape(str(kept))}", soft_wrap=True)
+
+    def failed(self, problems: list[str], folder: Path) -> None:
+        """Why the demo failed, and where the logs are."""
+        for problem in problems:
+            self.console.print(f"[red]FAILED[/] {escape(problem)}", soft_wrap=True)
+        self.console.print(f"Logs and chunks: {escape(str(folder))}", soft_wrap=True)
+
+
+def _row(step: Step, cold: Step) -> tuple[str, ...]:
+    ttft_s = step.completion.ttft_s
+    speed_up = "" if step is cold else f"[bold green]{cold.completion.ttft_s / ttft_s:.1f}x[/]"
+    return (
+        step.name,
+        step.source,
+        f"{1000 * ttft_s:,.0f} ms",
+        speed_up,
+        f"{step.restored_tokens:,} / {step.completion.prompt_tokens:,}",
+        _size(step.host_bytes),
+        _size(step.disk_bytes),
+        f"{step.verified_chunks} / {step.disk_chunks}" if step.disk_chunks else "-",
+    )
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes else "-"

@@ -1,0 +1,163 @@
+"""The demo's steps, carried out on real servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from pdoffload.clock import SYSTEM_CLOCK, Clock
+from pdoffload.demo.verdict import Result, Step
+from pdoffload.errors import ConfigError, DeadlineExceeded
+from pdoffload.testing.serving import ServeOptions, VllmServer
+
+MAX_TOKENS = 32
+HOST_BYTES = 2 << 30
+BLOCK_SIZE = 32
+_DISK_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+
+# A prompt of the same length that shares no block with the real one: the first long request of a
+# process pays for one-time preparations, which would flatter every later figure.
+_WARM_UP_TOKENS = 2400
+_WARM_UP_ID = 100
+
+
+class Listener(Protocol):
+    """Hears how far the demo is."""
+
+    def phase(self, text: str) -> None:
+        """A new phase begins."""
+
+    def detail(self, text: str) -> None:
+        """A sign of life within the phase."""
+
+
+class ChunkFiles(msgspec.Struct, frozen=True):
+    """What lies under the file tier's root, found by walking it, without any of the tier's code."""
+
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def under(cls, root: Path) -> ChunkFiles:
+        return cls(tuple(sorted(root.rglob("*.bin"))))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    def leave_page_cache(self) -> None:
+        """Make the kernel forget the files' pages, so that the next read is one of the disk."""
+        for path in self.paths:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)  # only clean pages can be dropped
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def kv_transfer_config(root_dir: Path) -> dict[str, Any]:
+    """What an operator would write: a host pool, then files under `root_dir`."""
+    return {
+        "kv_connector": "PdOffloadConnector",
+        "kv_connector_module_path": "pdoffload.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "NixlTieringOffloadingSpec",
+            "cpu_bytes_to_use": HOST_BYTES,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(root_dir)}],
+        },
+    }
+
+
+class Scenario:
+    """Three sendings of one prompt, with a cache reset and a crash in between. One thread."""
+
+    def __init__(
+        self, model_dir: Path, folder: Path, listener: Listener, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        if not (model_dir / "config.json").is_file():
+            raise ConfigError([f"{model_dir} is not a model checkpoint: it has no config.json"])
+        for module, remedy in (("vllm", "make setup"), ("nixl", "pip install 'pdoffload[nixl]'")):
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError([f"{module} is not installed: {remedy}"])
+        self._root_dir = folder / "chunks"
+        self._listener = listener
+        self._clock = clock
+        self._prompt = files("pdoffload.demo").joinpath("prompt.txt").read_text().strip()
+        self._server = VllmServer(
+            ServeOptions(
+                model_dir=model_dir,
+                kv_transfer_config=kv_transfer_config(self._root_dir),
+                block_size=BLOCK_SIZE,
+            ),
+            folder,
+            on_progress=listener.detail,
+            clock=clock,
+        )
+
+    def run(self) -> Result:
+        """The three steps. Raises `PdOffloadError`s; no server is left running."""
+        server, say = self._server, self._listener.phase
+        say("starting a server: host pool of 2 GiB, chunk files below")
+        with server:
+            self._warm_up()
+            say("cold: the prompt is computed, its KV goes to host memory and disk")
+            cold = self._send("cold")
+            on_disk = self._wait_for_files(cold.completion.prompt_tokens // BLOCK_SIZE)
+            say("host memory: the device forgets everything, the prompt comes again")
+            server.reset_prefix_cache()
+            host = self._send("device cache reset")
+            say("the server is killed (SIGKILL); only the files are left")
+            server.kill()
+            on_disk.leave_page_cache()
+            say("starting another server over the same files")
+            server.start()
+            self._warm_up()
+            say("disk: the prompt comes a third time")
+            disk = self._send("server killed, restarted")
+            say("stopping the server")
+        return Result(
+            cold=cold,
+            host=host,
+            disk=disk,
+            files=len(on_disk.paths),
+            file_bytes=on_disk.size_bytes,
+        )
+
+    def _warm_up(self) -> None:
+        self._listener.phase("warming up with another prompt of the same length")
+        self._server.complete(
+            [_WARM_UP_ID] * _WARM_UP_TOKENS,
+            max_tokens=2,
+            # The request's own key: nothing of it is offloaded.
+            kv_transfer_params={"max_offload_tokens": 0},
+        )
+        self._server.reset_prefix_cache()
+
+    def _send(self, name: str) -> Step:
+        before, physical = self._server.metrics(), self._server.physical_read_bytes()
+        completion = self._server.complete(self._prompt, max_tokens=MAX_TOKENS)
+        physical = self._server.physical_read_bytes() - physical
+        return Step.between(name, completion, self._server.metrics().since(before), physical)
+
+    def _wait_for_files(self, wanted: int) -> ChunkFiles:
+        """The chunk files, once there are at least `wanted` of them."""
+        deadline_s = self._clock.monotonic_s() + _DISK_TIMEOUT_S
+        while True:
+            found = ChunkFiles.under(self._root_dir)
+            if len(found.paths) >= wanted:
+                return found
+            self._listener.detail(f"{len(found.paths)} of {wanted} chunk files are on disk")
+            if self._clock.monotonic_s() >= deadline_s:
+                raise DeadlineExceeded(
+                    f"{wanted} chunk files under {self._root_dir} ({len(found.paths)} came)",
+                    _DISK_TIMEOUT_S,
+                )
+            self._clock.sleep(_POLL_S)

@@ -1,0 +1,173 @@
+"""The demo: its judgement on made-up figures, its output, and the whole of it on real servers."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from pdoffload import demo
+from pdoffload.demo.report import Report
+from pdoffload.demo.scenario import ChunkFiles, kv_transfer_config
+from pdoffload.demo.verdict import Result, Step, judge
+from pdoffload.launch import check_text
+from pdoffload.testing.openai_api import Completion, Metrics
+
+ANSWER = Completion(text=" three", token_ids=(7, 8), prompt_tokens=2371, ttft_s=2.0, total_s=3.0)
+
+
+def step(name: str, **changes: object) -> Step:
+    values: dict[str, object] = {
+        "name": name,
+        "completion": ANSWER,
+        "device_tokens": 0,
+        "restored_tokens": 2368,
+        "host_bytes": 50_000_000,
+        "disk_bytes": 0,
+        "disk_chunks": 0,
+        "verified_chunks": 0,
+        "corrupt_chunks": 0,
+        "physical_bytes": 0,
+    }
+    return Step(**{**values, **changes})
+
+
+@pytest.fixture
+def good() -> Result:
+    return Result(
+        cold=step("cold", restored_tokens=0, host_bytes=0),
+        host=step("host"),
+        disk=step("disk", disk_bytes=50_300_000, disk_chunks=74, verified_chunks=74),
+        files=74,
+        file_bytes=50_300_000,
+    )
+
+
+def test_a_demo_that_kept_its_promises_has_no_problem(good: Result) -> None:
+    assert judge(good) == []
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "sentence"),
+    [
+        ("host", {"restored_tokens": 0}, "from: host memory; it was: computed"),
+        ("host", {"disk_chunks": 74, "verified_chunks": 74}, "from: host memory; it was: disk"),
+        ("disk", {"disk_chunks": 0, "verified_chunks": 0}, "from: disk; it was: host memory"),
+        ("disk", {"restored_tokens": 1000}, "reused 1000 of 2371 prompt tokens"),
+        ("disk", {"verified_chunks": 73}, "verified 73 of 74 chunks"),
+        ("disk", {"corrupt_chunks": 1}, "met 1 corrupt chunks"),
+        ("cold", {"restored_tokens": 64}, "from: computed; it was: host memory"),
+        ("host", {"device_tokens": 32}, "32 tokens in device memory"),
+    ],
+)
+def test_a_promise_that_was_not_kept_is_named(
+    good: Result, which: str, changes: dict[str, object], sentence: str
+) -> None:
+    broken = msgspec.structs.replace(getattr(good, which), **changes)
+    problems = judge(msgspec.structs.replace(good, **{which: broken}))
+    assert any(sentence in problem for problem in problems), problems
+
+
+def test_a_different_completion_is_shown_beside_the_cold_one(good: Result) -> None:
+    other = msgspec.structs.replace(ANSWER, text=" four", token_ids=(7, 9))
+    broken = msgspec.structs.replace(good.disk, completion=other)
+    (problem,) = judge(msgspec.structs.replace(good, disk=broken))
+    assert "' three'" in problem
+    assert "' four'" in problem
+
+
+def test_no_file_on_disk_is_a_problem(good: Result) -> None:
+    (problem,) = judge(msgspec.structs.replace(good, files=0))
+    assert "No chunk file" in problem
+
+
+def test_a_step_takes_its_figures_from_the_growth_of_the_metrics() -> None:
+    grown = Metrics(
+        {
+            ("vllm:prefix_cache_hits_total", (("engine", "0"),)): 1.0,
+            ("vllm:external_prefix_cache_hits_total", (("engine", "0"),)): 64.0,
+            ("vllm:kv_offload_load_bytes_total", (("engine", "0"),)): 4096.0,
+            ("vllm:pdoffload_tier_bytes_read_total", (("tier", "fs"),)): 8192.0,
+            ("vllm:pdoffload_tier_loaded_chunks_total", (("tier", "fs"),)): 2.0,
+            ("vllm:pdoffload_tier_verified_chunks_total", (("tier", "fs"),)): 2.0,
+        }
+    )
+    assert Step.between("x", ANSWER, grown, 5) == Step(
+        name="x",
+        completion=ANSWER,
+        device_tokens=1,
+        restored_tokens=64,
+        host_bytes=4096,
+        disk_bytes=8192,
+        disk_chunks=2,
+        verified_chunks=2,
+        corrupt_chunks=0,
+        physical_bytes=5,
+    )
+
+
+def test_the_configuration_shown_is_one_that_the_checker_passes(tmp_path: Path) -> None:
+    checked = check_text(msgspec.json.encode(kv_transfer_config(tmp_path)).decode())
+    assert checked.connectors
+
+
+def test_chunk_files_are_counted_without_the_tier(tmp_path: Path) -> None:
+    folder = tmp_path / "model_r0" / "abc" / "de_g0"
+    folder.mkdir(parents=True)
+    (folder / "one.bin").write_bytes(b"x" * 5000)
+    (folder / "one.bin.tmp").write_bytes(b"x")
+    (tmp_path / "config.json").write_text("{}")
+    found = ChunkFiles.under(tmp_path)
+    assert (len(found.paths), found.size_bytes) == (1, 5000)
+    found.leave_page_cache()
+    assert (folder / "one.bin").read_bytes() == b"x" * 5000
+
+
+def test_where_nobody_looks_the_output_is_plain_lines_and_a_table(good: Result) -> None:
+    text = io.StringIO()
+    report = Report(Console(file=text, highlight=False))
+    with report.progress():
+        report.phase("starting [server]")
+        report.detail("loading weights")
+    report.table(good)
+    report.passed(good, None)
+    shown = text.getvalue()
+    assert "\x1b" not in shown
+    assert "- starting [server]\n" in shown
+    assert "loading weights" not in shown
+    assert "2,368 / 2,371" in shown
+    assert "74 / 74" in shown
+    assert "All three completions are identical: three" in shown
+
+
+def test_a_folder_that_is_no_checkpoint_fails_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.run(tmp_path / "nothing", tmp_path / "work", keep=False) == demo.EXIT_FAILED
+    assert "is not a model checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+@pytest.mark.nixl
+@pytest.mark.timeout(900)
+def test_the_demo_holds_on_a_real_model_and_leaves_nothing(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "pdoffload.cli", "demo"]
+    done = subprocess.run(
+        [*command, str(smollm2_dir), "--work-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All three completions are identical" in done.stdout
+    assert os.listdir(tmp_path) == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
