@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import fcntl
 import io
 import mmap
 import os
@@ -257,9 +258,9 @@ class HostRegion:
         if mapped is None:
             return
         if mapped.file is not None:
+            # The mapping holds the lock that says "I live" as long as any view of it is left.
+            fcntl.flock(mapped.file, fcntl.LOCK_UN)
             mapped.file.close()
-        del mapped  # unmaps, unless somebody still holds a view: then the last view does
-        if self._path:
             remove_if_dead(self._path)
 
     def _live(self) -> _Mapped:

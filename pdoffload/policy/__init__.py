@@ -29,9 +29,8 @@ def make_policy(name: str, capacity: int, module_path: str | None = None) -> Pol
     if module_path is None:
         raise ConfigError(
             [
-                f"eviction_policy: got {shown(name)}; {suggestion(name, _BUILT_IN)} "
-                f"Allowed: {', '.join(_BUILT_IN)}, or the name of a class together with "
-                "cache_policy_module_path."
+                f"eviction_policy: got {shown(name)}; {suggestion(name, _BUILT_IN)}; allowed: "
+                f"{', '.join(_BUILT_IN)}, or the name of a class and cache_policy_module_path"
             ]
         )
     found = _import_class(name, module_path)

@@ -28,7 +28,7 @@ _Order = OrderedDict[BlockKey, None]
 
 
 class Arc(Policy):
-    """Two lists from cold to warm, as `Lru` has one, and about 90 to 140 bytes per ghost."""
+    """Two lists from cold to warm, costing what `Lru` costs, and 85 to 140 bytes per ghost."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
