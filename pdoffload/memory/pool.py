@@ -29,6 +29,7 @@ class SlotState(enum.Enum):
 # One 4-byte integer per slot holds state and pins together: a number from 0 up is "ready" with so
 # many pins. Eight bytes per slot in all, because every resident chunk pays them.
 _FREE, _FILLING, _QUARANTINED = -1, -2, -3
+_READY = SlotState.READY
 _STATES = {
     _FREE: SlotState.FREE,
     _FILLING: SlotState.FILLING,
@@ -95,7 +96,8 @@ class SlotPool:
 
     def abandon(self, slot: int) -> None:
         """The bytes of `slot` did not arrive, and none will: filling -> free."""
-        self._expect(slot, _FILLING, "abandoned")
+        if self._word(slot) != _FILLING:
+            raise self._misuse(slot, "abandoned")
         self.num_filling -= 1
         self._let_go(slot)
 
@@ -119,7 +121,8 @@ class SlotPool:
 
     def free(self, slot: int) -> None:
         """Give up a ready slot without pins: ready(0) -> free."""
-        self._expect(slot, 0, "freed")
+        if self._word(slot) != 0:
+            raise self._misuse(slot, "freed")
         self._let_go(slot)
 
     def quarantine(self, slot: int) -> None:
@@ -136,13 +139,14 @@ class SlotPool:
 
     def release(self, slot: int) -> None:
         """No byte enters or leaves `slot` any more: quarantined -> free."""
-        self._expect(slot, _QUARANTINED, "released")
+        if self._word(slot) != _QUARANTINED:
+            raise self._misuse(slot, "released")
         self.num_quarantined -= 1
         self._let_go(slot)
 
     def state(self, slot: int) -> SlotState:
         """The state of `slot`, whatever it is."""
-        return _STATES.get(self._word(slot), SlotState.READY)
+        return _STATES.get(self._word(slot), _READY)
 
     def pins(self, slot: int) -> int:
         """Pins of `slot`; 0 where it is not ready."""
@@ -175,11 +179,7 @@ class SlotPool:
             raise MisuseError(f"slot {slot} does not exist: the pool has {self.num_slots}")
         return self._words[slot]
 
-    def _expect(self, slot: int, word: int, verb: str) -> None:
-        if self._word(slot) != word:
-            raise self._misuse(slot, verb)
-
     def _misuse(self, slot: int, verb: str) -> MisuseError:
         state = self.state(slot)
-        pins = f" with {self.pins(slot)} pins" if state is SlotState.READY else ""
+        pins = f" with {self.pins(slot)} pins" if state is _READY else ""
         return MisuseError(f"slot {slot} is {state.value}{pins} and cannot be {verb}")

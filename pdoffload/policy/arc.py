@@ -46,19 +46,24 @@ class Arc(Policy):
         )
 
     def add(self, key: BlockKey) -> None:
-        self._expect_room_for(key)
-        recent_ghosts, frequent_ghosts = len(self._recent_ghosts), len(self._frequent_ghosts)
-        if self._recent_ghosts.forget(key):
-            step = max(1.0, frequent_ghosts / recent_ghosts)
+        recent, frequent = self._recent, self._frequent
+        if key in recent or key in frequent or len(recent) + len(frequent) >= self.capacity:
+            raise self._refusal(key)
+        ghost = hash(key)
+        num_recent, num_frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
+        if ghost in self._recent_ghosts:
+            step = max(1.0, num_frequent / num_recent)
             self._target = min(float(self.capacity), self._target + step)
-            self._frequent[key] = None
-        elif self._frequent_ghosts.forget(key):
-            step = max(1.0, recent_ghosts / frequent_ghosts)
+            del self._recent_ghosts[ghost]
+            frequent[key] = None
+        elif ghost in self._frequent_ghosts:
+            step = max(1.0, num_recent / num_frequent)
             self._target = max(0.0, self._target - step)
-            self._frequent[key] = None
+            del self._frequent_ghosts[ghost]
+            frequent[key] = None
         else:
-            self._recent[key] = None
-        self._trim_ghosts()
+            recent[key] = None
+            self._recent_ghosts.trim(self.capacity - len(recent))
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         recent, frequent = self._recent, self._frequent
@@ -94,7 +99,7 @@ class Arc(Policy):
             chosen.append(key)
         recent.apply(self._recent_ghosts)
         frequent.apply(self._frequent_ghosts)
-        self._trim_ghosts()
+        self._frequent_ghosts.trim(self.capacity - len(self._recent_ghosts))
         return chosen
 
     def clear(self) -> None:
@@ -116,12 +121,8 @@ class Arc(Policy):
         assert len(recent) + len(self._recent_ghosts) <= self.capacity
         assert len(self._recent_ghosts) + len(self._frequent_ghosts) <= self.capacity
         for key in (*recent, *frequent):
-            assert key not in self._recent_ghosts, f"{key.hex()} is resident and a ghost"
-            assert key not in self._frequent_ghosts, f"{key.hex()} is resident and a ghost"
-
-    def _trim_ghosts(self) -> None:
-        self._recent_ghosts.trim(self.capacity - len(self._recent))
-        self._frequent_ghosts.trim(self.capacity - len(self._recent_ghosts))
+            assert hash(key) not in self._recent_ghosts, f"{key.hex()} is resident and a ghost"
+            assert hash(key) not in self._frequent_ghosts, f"{key.hex()} is resident and a ghost"
 
 
 class _Search:
@@ -148,34 +149,15 @@ class _Search:
             self._order.move_to_end(key)
         for key in self.chosen:
             del self._order[key]
-            ghosts.remember(key)
+            ghosts[hash(key)] = None
 
 
-class _Ghosts:
+class _Ghosts(dict[int, None]):
     """Keys that left, oldest first, each remembered by its 64-bit hash alone.
 
     A ghost only steers `target`, so that two keys of one hash, once in many lifetimes of a pool, cost
     nothing but one wrong step; and a hash takes half the memory of a key.
     """
-
-    def __init__(self) -> None:
-        self._hashes: dict[int, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return hash(key) in self._hashes
-
-    def remember(self, key: BlockKey) -> None:
-        self._hashes[hash(key)] = None
-
-    def forget(self, key: BlockKey) -> bool:
-        """Whether `key` was remembered; it no longer is."""
-        return self._hashes.pop(hash(key), self) is None
-
-    def clear(self) -> None:
-        self._hashes.clear()
 
     def trim(self, most: int) -> None:
         """Forget the oldest until at most `most` are left, and some more at once.
@@ -183,7 +165,7 @@ class _Ghosts:
         The first key of a dict is found by walking over the holes of those deleted before it, so
         forgetting one at a time would be quadratic.
         """
-        surplus = len(self._hashes) - most
+        surplus = len(self) - most
         if surplus > 0:
-            for oldest in list(islice(self._hashes, surplus + most // 64)):
-                del self._hashes[oldest]
+            for oldest in list(islice(self, surplus + most // 64)):
+                del self[oldest]

@@ -63,11 +63,11 @@ class Policy(ABC):
     def check(self) -> None:
         """Prove the policy's own invariants; reads everything. Raises `AssertionError`."""
 
-    def _expect_room_for(self, key: BlockKey) -> None:
+    def _refusal(self, key: BlockKey) -> MisuseError:
+        """Why `key` cannot be added: it is resident, or the policy is full."""
         if key in self:
-            raise MisuseError(f"{key.hex()} is resident already")
-        if len(self) >= self.capacity:
-            raise MisuseError(f"{self!r} is full: choose victims before adding {key.hex()}")
+            return MisuseError(f"{key.hex()} is resident already")
+        return MisuseError(f"{self!r} is full: choose victims before adding {key.hex()}")
 
 
 def absent(key: BlockKey) -> MisuseError:

@@ -20,8 +20,10 @@ class Lru(Policy):
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
 
     def add(self, key: BlockKey) -> None:
-        self._expect_room_for(key)
-        self._order[key] = None
+        order = self._order
+        if key in order or len(order) >= self.capacity:
+            raise self._refusal(key)
+        order[key] = None
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         order = self._order
