@@ -90,7 +90,8 @@ class SlotPool:
 
     def ready(self, slot: int) -> None:
         """The bytes of `slot` have arrived: filling -> ready without pins."""
-        self._expect(slot, _FILLING, "made ready")
+        if self._word(slot) != _FILLING:
+            raise self._misuse(slot, "made ready")
         self._words[slot] = 0
         self.num_filling -= 1
 
