@@ -9,6 +9,7 @@ same with io_uring, without temporary names, checksums or Python: what the disk 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ from common import (
     ratios,
     started,
 )
+from pdoffload.tiers.fs import FsTier
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
@@ -49,7 +51,6 @@ from pdoffload.config import FsTierConfig
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
 from pdoffload.memory.host import HostRegion
 from pdoffload.tiers.base import Job, JobResult, TierContext
-from pdoffload.tiers.fs import FsTier
 
 CHUNKS_BYTES = (256 * KIB, 2 * MIB, 8 * MIB)
 CHUNKS_PER_JOB = 16
@@ -140,8 +141,7 @@ class VllmTier:
         self._pool = pool
         self._next_job_id = 0
         self._request = ReqContext("bench")
-        view = memoryview(pool.rows)
-        self._tier = FileSystemTierManager(bare_spec(config), view, "fs", str(directory))
+        self._tier = FileSystemTierManager(bare_spec(config), pool.rows.data, "fs", str(directory))
         assert self._tier._use_o_direct, "no O_DIRECT here: compare on another disk"
 
     def store(self, keys: list[BlockKey]) -> Cost:
@@ -227,8 +227,8 @@ class Round(msgspec.Struct):
     number: int = 0
 
     def keys(self, count: int) -> list[BlockKey]:
-        stem = f"{self.who}-{self.number}-".encode()
-        return [make_key((stem + b"%d" % n).ljust(32, b".")[::-1], 0) for n in range(count)]
+        names = (f"{self.who} {self.number} {chunk}" for chunk in range(count))
+        return [make_key(hashlib.sha256(name.encode()).digest(), 0) for name in names]
 
 
 def measure_size(

@@ -44,7 +44,7 @@ def offloading_config(chunk_bytes: int) -> OffloadingConfig:
     )
 
 
-class _BareSpec(OffloadingSpec):
+class _BareSpec(OffloadingSpec):  # type: ignore[misc]
     """Carries the configuration to a secondary tier; an engine never sees it."""
 
     def get_manager(self) -> OffloadingManager:

@@ -1,0 +1,159 @@
+"""Every benchmark runs at tiny sizes and writes a report that can be read back.
+
+Nothing is said about how fast anything is: a test that measures time fails on a busy machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def common() -> ModuleType:
+    return _load("common")
+
+
+def _smoke(name: str, tmp_path: Path, *arguments: str, timeout_s: float = 110) -> dict[str, Any]:
+    """Run `benchmarks/NAME.py --smoke` in a process of its own; the report it wrote."""
+    report = tmp_path / "report.json"
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / f"{name}.py"),
+        "--smoke",
+        "--json",
+        str(report),
+    ]
+    done = subprocess.run(
+        [*words, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(report.read_bytes())
+    assert found["benchmark"] == name
+    assert found["command"] == f"python benchmarks/{name}.py --smoke", (
+        "a path of this machine got in"
+    )
+    assert found["rows"]
+    for row in found["rows"]:
+        for figure, spread in row["figures"].items():
+            assert spread["minimum"] <= spread["median"] <= spread["maximum"], figure
+        for budget in row["budgets"]:
+            assert budget["figure"] in row["figures"]
+    return found
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+def test_device_copy_smoke(tmp_path: Path) -> None:
+    rows = _smoke("device_copy", tmp_path)["rows"]
+    assert {(row["case"]["direction"], row["case"]["order"]) for row in rows} == {
+        (direction, order) for direction in ("store", "load") for order in ("random", "contiguous")
+    }
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+def test_fs_tier_smoke(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rows = _smoke("fs_tier", tmp_path, "--dir", str(disk))["rows"]
+    assert [row["case"]["direction"] for row in rows] == ["store", "load"]
+    assert not list(disk.iterdir()), "chunk files were left behind"
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+def test_scheduler_smoke(tmp_path: Path) -> None:
+    shared_memory = Path("/dev/shm")
+    before = {entry.name for entry in shared_memory.iterdir()}
+    rows = _smoke("scheduler", tmp_path)["rows"]
+    assert {row["case"]["what"].partition(" of a ")[0] for row in rows} == {
+        "step",
+        "memory per chunk",
+        "start",
+    }
+    left = {entry.name for entry in shared_memory.iterdir()} - before
+    assert not {name for name in left if "bench" in name or "scheduler" in name}
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ttft_smoke(tmp_path: Path, smollm2_dir: Path) -> None:
+    found = _smoke("ttft", tmp_path, "--model", str(smollm2_dir), timeout_s=580)
+    assert [row["case"]["what"] for row in found["rows"]] == [
+        "host hit",
+        "disk hit",
+        "cold TTFT",
+        "batch",
+    ]
+
+
+def test_contenders_take_turns_and_change_places(common: ModuleType) -> None:
+    order: list[str] = []
+
+    def contender(name: str) -> Any:
+        def work() -> Any:
+            order.append(name)
+            return common.Cost(float(len(order)), 0.0)
+
+        return work
+
+    costs = common.alternate({"a": contender("a"), "b": contender("b")}, 3, warm_up=1)
+    assert "".join(order) == "ba" + "ab" + "ba" + "ab"
+    assert [cost.wall_s for cost in costs["a"]] == [3.0, 6.0, 7.0], "the warm-up must not count"
+    assert [cost.wall_s for cost in costs["b"]] == [4.0, 5.0, 8.0]
+
+
+def test_a_budget_inside_the_middle_half_is_unclear(common: ModuleType) -> None:
+    spread = common.Spread.of([0.8, 0.9, 1.0, 1.1, 1.2])
+    judge = {
+        limit: common.Budget("f", limit, True).judge(spread).name for limit in (0.85, 1.0, 1.15)
+    }
+    assert judge == {0.85: "KEPT", 1.0: "UNCLEAR", 1.15: "MISSED"}
+    assert common.Budget("f", 1.15, False).judge(spread).name == "KEPT"
+
+
+def test_ratios_are_taken_within_each_round(common: ModuleType) -> None:
+    """A machine that is twice as slow in one round changes no ratio."""
+    assert common.ratios([2.0, 4.0], [1.0, 2.0]) == [2.0, 2.0]
+    with pytest.raises(ValueError):
+        common.ratios([1.0], [1.0, 2.0])
+
+
+def test_results_in_the_repository_say_what_they_are(common: ModuleType) -> None:
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    for path in results:
+        report = json.loads(path.read_bytes())
+        assert report["schema_version"] == common.SCHEMA_VERSION
+        assert report["benchmark"] == path.stem
+        assert "--smoke" not in report["command"]
