@@ -221,6 +221,24 @@ def test_c05_a_process_killed_after_all_have_joined_leaves_nothing(directory):
     assert os.listdir(directory) == []
 
 
+def test_a_name_that_goes_while_we_open_it_is_not_joined(directory, monkeypatch):
+    """Others sweep, or join last, between our open and our lock: that file is nobody's any more."""
+    first = join(directory)
+    path, lock = region_file(directory), rendezvous._lock
+
+    def too_late(fd, kind):
+        if kind == fcntl.LOCK_SH:
+            Path(path).unlink(missing_ok=True)
+        return lock(fd, kind)
+
+    monkeypatch.setattr(rendezvous, "_lock", too_late)
+    with contextlib.closing(join(directory, 1)) as second:
+        assert second.created
+        first.array[:] = 1
+        assert not second.array.any()
+    first.close()
+
+
 def test_those_who_live_keep_the_memory_of_those_who_died(directory):
     with living(directory, 1, 2) as child:
         region = join(directory, 0, 2)
