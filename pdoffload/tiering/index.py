@@ -101,16 +101,6 @@ class Index:
         self.pool.abandon(self.slot_of(key))
         del self._slots[key]
 
-    def drop(self, key: BlockKey) -> bool:
-        """Let a ready chunk go, unless somebody has pinned it; whether it went."""
-        slot = self.slot_of(key)
-        if self.pool.pins(slot):
-            return False
-        self._policy.remove(key)
-        self.pool.free(slot)
-        del self._slots[key]
-        return True
-
     def quarantine(self, key: BlockKey) -> int:
         """Forget `key`; its slot, which bytes may still enter or leave, goes to nobody. Returns it."""
         slot = self.slot_of(key)

@@ -230,7 +230,7 @@ class Plan:
     ) -> None:
         """A copy to the device ended. Of `failed` some worker did not get its part.
 
-        Their request computes them itself, and the chunks leave the pool unless others hold them.
+        Their request computes them itself. The chunks stay: it was the copy that failed, not they.
         """
         self.index.unpin(keys)
         self.counts.loaded_chunks += len(keys) - len(failed)
@@ -239,13 +239,9 @@ class Plan:
             self._device_loads[key] -= 1
             if not self._device_loads[key]:
                 del self._device_loads[key]
-        if not failed:
-            return
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is not None and failed:
             request.barred = True
-        dropped = [key for key in failed if self.index.drop(key)]
-        self._note(dropped, removed=True)
 
     # --- the way out ---
 

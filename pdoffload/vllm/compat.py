@@ -47,6 +47,17 @@ def vllm_version() -> str:
     return "unknown"
 
 
+def log_where_vllm_logs() -> None:
+    """Give our loggers vLLM's handlers and level, unless the application has set up logging for us."""
+    ours, theirs = logging.getLogger("pdoffload"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    ours.propagate = False
+
+
 def warn_of_unknown_version() -> None:
     """Say once per process and role that this vLLM was never tried with us."""
     found = vllm_version()

@@ -47,6 +47,7 @@ class NixlCPUOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        compat.log_where_vllm_logs()
         self.settings = settings.parse(config.extra_config)
         self.replicated_layout = config.replicated_layout
         self._manager: NixlOffloadingManager | None = None

@@ -102,7 +102,7 @@ def test_clear_keeps_slots_in_use_out_of_reach(index):
 
 def test_unknown_keys_are_misuse(index):
     (key,) = keys(1)
-    for call in (index.commit, index.abandon, index.quarantine, index.slot_of, index.drop):
+    for call in (index.commit, index.abandon, index.quarantine, index.slot_of):
         with pytest.raises(MisuseError, match=key.hex()):
             call(key)
 

@@ -168,14 +168,14 @@ def test_an_unsettled_store_keeps_its_chunk_in_place_and_readable(plan):
     assert plan.index.pool.num_pinned == 0
 
 
-def test_a_failed_device_load_bars_its_request_and_drops_the_chunk(plan):
+def test_a_failed_device_load_bars_its_request_and_no_other(plan):
     for command in store(plan, 1, 2):
         plan.job_ended(done(command.job))
     plan.prepare_load([key(1), key(2)], "r")
     plan.complete_load([key(1), key(2)], "r", failed=[key(1)])
     assert plan.is_barred("r")
-    assert plan.index.find(key(1)) is Presence.ABSENT
-    assert plan.index.find(key(2)) is Presence.READY
+    assert plan.index.find(key(1)) is plan.index.find(key(2)) is Presence.READY
+    assert plan.counts.failed_device_loads == 1
     plan.request_started("other")
     assert not plan.is_barred("other")
 
@@ -399,4 +399,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

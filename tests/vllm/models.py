@@ -19,7 +19,9 @@ VOCABULARY = 512
 HEAD_DIM = 64
 SEED = 20
 SPREAD = 0.1
-"""Wide, so that tokens follow from the whole prompt: with wrong KV the output must differ."""
+"""Wide, and with an output matrix of its own: the tokens then follow from the whole prompt, so that
+one wrong block of 32 tokens among 1,000 changes most of the output. Tied weights only echo the last
+token, whatever the KV holds."""
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -49,6 +51,7 @@ def make_llama(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=HEAD_DIM,
         initializer_range=SPREAD,
+        tie_word_embeddings=False,
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
@@ -71,6 +74,7 @@ def make_hybrid(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=HEAD_DIM,
         initializer_range=SPREAD,
+        tie_word_embeddings=False,
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
