@@ -1,0 +1,304 @@
+"""The fs tier: chunk files in a directory, moved by NIXL POSIX. This file is the owner's side.
+
+    owner thread                           I/O threads (`fs_io`)     lookup thread   quota thread
+    store, load --> BatchQueue ----------> open, move, verify,       stat            walk, evict
+    poll        <-- outcomes <------------ rename                      |
+    lookup      <-- answers <------------------------------------------'
+
+The owner counts and decides and never touches the disk; what the threads find out comes back as values.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from pdoffload.agent.agent import Agent
+from pdoffload.agent.nixl import NixlAgent
+from pdoffload.config import FsTierConfig
+from pdoffload.errors import DeadlineExceeded, MisuseError, PdOffloadError, StorageError
+from pdoffload.layout import BlockKey
+from pdoffload.tiers.base import Job, JobResult, Lookup, Settled, Tier, TierContext, TierStats
+from pdoffload.tiers.batches import Batch, BatchQueue, Outcome, cut, failed_outcome
+from pdoffload.tiers.fs_io import IoPool
+from pdoffload.tiers.fs_lane import MakeAgent, Terms
+from pdoffload.tiers.fs_lookup import FileLookup
+from pdoffload.tiers.fs_probe import batch_limits, posix_backend, probe_files
+from pdoffload.tiers.health import StoreHealth
+from pdoffload.tiers.jobs import JobBook, LiveJob
+from pdoffload.tiers.paths import open_namespace
+from pdoffload.tiers.quota import Quota
+from pdoffload.tiers.writer import WriterDir, sweep
+
+_log = logging.getLogger(__name__)
+
+MAX_QUEUED_CHUNKS = 4096
+"""Chunks that may wait to be stored; and never more than half of the pool, whose slots they pin."""
+_SIDE_THREADS_S = 1.0
+"""What `close` gives the lookup and the quota thread, which hold nothing of the pool."""
+
+
+class FsTier(Tier):
+    """Chunks as files under `config.root_dir`; the layout is in `paths` and `chunkfile`.
+
+    Opening it makes folders, writes one small file to try the file system, removes what dead writers
+    left, and waits for all that: it belongs to the start of an engine. Raises `ConfigError` before any
+    thread is started.
+
+    Every verb raises `MisuseError` in a forked child, whose parent's files it leaves alone, and all but
+    `poll`, `stats` and `close` do so after `close`. `make_agent` is for tests; by default each I/O thread has
+    a `NixlAgent` with the POSIX backend.
+    """
+
+    name = "fs"
+
+    def __init__(
+        self,
+        config: FsTierConfig,
+        context: TierContext,
+        *,
+        rank: int = 0,
+        make_agent: MakeAgent | None = None,
+    ) -> None:
+        self.locality = config.locality
+        self.publishes_events = config.enable_kv_events
+        self._pid = os.getpid()
+        self._closed = False
+        self._context = context
+        make_agent = make_agent or _agent_maker(config, context)
+        self._space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
+        sweep(self._space, context.clock)
+        writer = WriterDir(self._space)
+        abilities = probe_files(config, self._space, writer, context.region.address)
+        limits, most_threads = batch_limits(max(config.n_read_threads, config.n_write_threads))
+        quota = None
+        if config.max_bytes is not None:
+            quota = Quota(self._space, config.max_bytes, context.clock)
+        self._terms = Terms(
+            region=context.region,
+            space=self._space,
+            writer=writer,
+            quota=quota,
+            make_agent=make_agent,
+            verify=context.verify,
+            fingerprint=context.run_config.fingerprint,
+            limits=limits,
+            shows_holes=abilities.shows_holes,
+            open_flags=abilities.open_flags,
+            fsync=config.fsync,
+            min_free_bytes=config.min_free_bytes,
+            timeout_s=context.transfer_timeout_s,
+            clock=context.clock,
+        )
+        self._outcomes: deque[Outcome] = deque()
+        self._book = JobBook()
+        self._health = StoreHealth()
+        self._lookup = FileLookup(
+            self._space,
+            self._terms.sound_sizes,
+            timeout_s=context.transfer_timeout_s,
+            clock=context.clock,
+        )
+        readers = min(config.n_read_threads, most_threads)
+        half = context.region.geometry.num_slots // 2
+        self._queue = BatchQueue(
+            num_readers=readers, max_stored_chunks=min(MAX_QUEUED_CHUNKS, half)
+        )
+        self._pool = IoPool(
+            self._terms,
+            self._queue,
+            num_readers=readers,
+            num_writers=min(config.n_write_threads, most_threads),
+            report=self._outcomes.append,
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self._degraded() or "open"
+        return (
+            f"<FsTier {self._space.base}: {state}, {self._book!r}, {self._queue!r}, {self._pool!r}>"
+        )
+
+    # --- the verbs ---
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+        self._enter()
+        self._take_in()
+        return self._lookup.ask(keys)
+
+    def store(self, job: Job) -> None:
+        self._enter()
+        if not self._health.admits(self._now_s()):
+            self._refuse(job, self._health.refusal(), is_load=False)
+            return
+        batches = self._cut(job, is_load=False)
+        if not self._queue.has_room(len(job.keys)):
+            error = StorageError(self._space.base, f"{len(self._queue)} batches wait to be moved")
+            self._refuse(job, error, is_load=False)
+            return
+        self._book.begin(job, batches, is_load=False)
+        self._queue.put(batches)
+        self._pool.grow(False)
+
+    def load(self, job: Job) -> None:
+        self._enter()
+        if self._pool.all_stuck():
+            self._refuse(job, self._stuck_error(), is_load=True)
+            return
+        batches = self._cut(job, is_load=True)
+        self._book.begin(job, batches, is_load=True)
+        if self._terms.quota is not None:
+            self._terms.quota.hold(job.keys)
+        self._queue.put(batches)
+        self._pool.grow(True)
+
+    def poll(self) -> list[JobResult | Settled]:
+        self._require_own_process()
+        self._take_in()
+        self._expire()
+        news, self._book.news = self._book.news, []
+        return news
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._enter()
+        if self._terms.quota is not None:
+            self._terms.quota.touch(keys)
+
+    def stats(self) -> TierStats:
+        return self._book.stats(degraded=self._degraded())
+
+    def close(self, *, timeout_s: float) -> list[JobResult | Settled]:
+        self._require_own_process()
+        if self._closed:
+            return self.poll()
+        self._closed = True
+        self._queue.close()
+        closed = StorageError(self._space.base, "the tier was closed before its turn came")
+        for batch in self._queue.drain():
+            self._enter_outcome(failed_outcome(batch, closed))
+        late = self._pool.close(timeout_s=timeout_s)
+        self._take_in()
+        for batch in self._book.begun():
+            error = DeadlineExceeded(f"{batch.what} while closing", timeout_s)
+            self._enter_outcome(failed_outcome(batch, error, settled=False))
+        self._lookup.close(timeout_s=_SIDE_THREADS_S)
+        if self._terms.quota is not None:
+            self._terms.quota.close(timeout_s=_SIDE_THREADS_S)
+        if late:
+            _log.warning(
+                "%s: %d I/O threads still hang after %g s and are left behind",
+                self._space.base,
+                len(late),
+                timeout_s,
+            )
+        else:
+            self._terms.writer.close()
+        news, self._book.news = self._book.news, []
+        return news
+
+    # --- what the threads have found out ---
+
+    def _take_in(self) -> None:
+        while self._outcomes:
+            self._enter_outcome(self._outcomes.popleft())
+        quota = self._terms.quota
+        while quota is not None and quota.evicted:
+            self._lookup.gone((quota.evicted.popleft(),))
+
+    def _enter_outcome(self, outcome: Outcome) -> None:
+        batch = outcome.batch
+        if not batch.told:
+            batch.told = True
+            bad = dict(outcome.failed)
+            good = tuple(key for key in batch.keys if key not in bad) if bad else batch.keys
+            if not batch.is_load:
+                self._lookup.stored(good)
+            elif bad:
+                gone = [key for key, error in bad.items() if _is_gone(error)]
+                self._lookup.gone(gone)
+                self._lookup.failed(bad.keys() - set(gone))
+        live = self._book.take_in(outcome)
+        if live is not None:
+            self._job_ended(live)
+
+    def _job_ended(self, live: LiveJob) -> None:
+        result = live.result
+        assert result is not None
+        if live.is_load:
+            if self._terms.quota is not None and not live.dropped:
+                self._terms.quota.let_go(live.job.keys)
+        elif live.dropped:
+            return
+        elif result.failed:
+            if self._health.failed(result.failed[0][1], self._now_s()):
+                _log.warning("stores to %s stop; %s", self._space.base, self._health.refusing)
+        elif result.moved_bytes and self._health.succeeded():
+            _log.info("stores to %s go on", self._space.base)
+
+    def _expire(self) -> None:
+        now_s, timeout_s = self._now_s(), self._context.transfer_timeout_s
+        expired = self._book.late(now_s, timeout_s)
+        for batch in expired:
+            batch.expired = True
+            error = DeadlineExceeded(batch.what, timeout_s)
+            self._enter_outcome(failed_outcome(batch, error, settled=False, ended_s=now_s))
+            self._pool.replace(batch)
+        if expired and self._pool.all_stuck():
+            _log.warning("%s", self._stuck_error())
+            for batch in self._queue.drain():
+                self._enter_outcome(failed_outcome(batch, self._stuck_error()))
+
+    # --- small parts ---
+
+    def _cut(self, job: Job, *, is_load: bool) -> list[Batch]:
+        forced = frozenset[BlockKey]() if is_load else self._lookup.barred(job.keys)
+        return cut(job, self._terms.chunk_bytes, self._terms.limits, is_load=is_load, forced=forced)
+
+    def _refuse(self, job: Job, error: PdOffloadError, *, is_load: bool) -> None:
+        """End `job` at once, without a thread."""
+        forced = frozenset[BlockKey]()
+        batch = Batch(job.job_id, is_load, job.keys, job.slots, forced)
+        self._book.begin(job, [batch], is_load=is_load, dropped=True)
+        self._enter_outcome(failed_outcome(batch, error))
+
+    def _stuck_error(self) -> StorageError:
+        return StorageError(self._space.base, "all I/O threads hang in the file system", errno.EIO)
+
+    def _degraded(self) -> str:
+        if self._health.refusing:
+            return self._health.refusing
+        return "stuck: all I/O threads hang in the file system" if self._pool.all_stuck() else ""
+
+    def _now_s(self) -> float:
+        return self._context.clock.monotonic_s()
+
+    def _enter(self) -> None:
+        self._require_own_process()
+        if self._closed:
+            raise MisuseError(f"the fs tier at {self._space.base} is closed")
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise MisuseError(
+                f"the fs tier at {self._space.base} belongs to process {self._pid}; "
+                "a forked child opens its own"
+            )
+
+    def check(self) -> None:
+        """Prove that the books agree; for tests."""
+        self._book.check()
+
+
+def _is_gone(error: PdOffloadError) -> bool:
+    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+
+
+def _agent_maker(config: FsTierConfig, context: TierContext) -> MakeAgent:
+    backend = posix_backend(config)
+
+    def make(name: str) -> Agent:
+        return NixlAgent(name, [backend], clock=context.clock)
+
+    return make
