@@ -65,11 +65,12 @@ class Pool:
 
     def __init__(self, chunk_bytes: int, num_chunks: int) -> None:
         self.num_chunks = num_chunks
-        geometry = Geometry(num_slots=num_chunks, worker_bytes=chunk_bytes, num_copies=1)
+        # Twice the slots, of which the upper half is never touched: our tier refuses to queue stores of
+        # more than half of a pool, and here all are queued at once.
+        geometry = Geometry(num_slots=2 * num_chunks, worker_bytes=chunk_bytes, num_copies=1)
         self.region = HostRegion.private(geometry)
-        self.region.populate()
         self.total_bytes = num_chunks * chunk_bytes
-        self.rows = self.region.array.reshape(num_chunks, chunk_bytes)
+        self.rows = self.region.array[: self.total_bytes].reshape(num_chunks, chunk_bytes)
         for row in self.rows:
             row[:] = np.frombuffer(os.urandom(chunk_bytes), np.uint8)
         self.expected = self.rows[:: max(num_chunks // 16, 1)].copy()

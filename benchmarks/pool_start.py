@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 from common import GIB, MIB, Budget, Cost, Row, Spread, alternate, measure, ratios
 
@@ -16,14 +17,21 @@ _BUDGET = 1.5
 _MADV_POPULATE_WRITE = 23
 
 
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not tell MemAvailable")
+
+
 def measure_pool_start(*, smoke: bool) -> Row:
     """`HostRegion.open` and `populate`, as the first worker calls them, in turns with plain mappings.
 
     `shared` is the same kind of memory as the pool (pages of /dev/shm), which is what the budget is
     about; `private` shows what huge pages give where the kernel hands them out by itself.
     """
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    size_bytes = 64 * MIB if smoke else min(POOL_BYTES, free_bytes // 3 // GIB * GIB)
+    size_bytes = 64 * MIB if smoke else min(POOL_BYTES, available_bytes() // 2 // GIB * GIB)
     geometry = Geometry(
         num_slots=size_bytes // _CHUNK_BYTES, worker_bytes=_CHUNK_BYTES, num_copies=1
     )
