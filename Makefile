@@ -42,4 +42,4 @@ format: setup ## write the format
 
 clean: ## remove everything that the targets above made
 	rm -rf .venv .cache dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find pdoffload tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
