@@ -152,7 +152,10 @@ class DrivenAgent(Agent):
         self._made[0] += 1
         # Tracked before it is posted: whatever interrupts the post, its memory stays in use.
         self._live[transfer] = handle
-        self._apply(transfer, self._ask(self._driver.start, handle))
+        verdict = self._ask(self._driver.start, handle)
+        self._apply(transfer, verdict)
+        if verdict.spreads:
+            self._spread(verdict.error)
         return transfer
 
     def _validate(
@@ -206,6 +209,8 @@ class DrivenAgent(Agent):
                 verdict = self._ask(self._driver.check, self._live[transfer])
                 if self._apply(transfer, verdict):
                     self._ended.append(transfer)
+                if verdict.spreads:
+                    self._spread(verdict.error)
 
     def _ask(self, call: Callable[[Any], Verdict], handle: Any) -> Verdict:
         try:
@@ -219,10 +224,7 @@ class DrivenAgent(Agent):
         if verdict.state is TransferState.RUNNING:
             return self._expire(transfer)
         if verdict.state is TransferState.UNKNOWN:
-            changed = self._silence(transfer, error)
-            if verdict.spreads:
-                self._spread(verdict.error)
-            return changed
+            return self._silence(transfer, error)
         if transfer.state is TransferState.RUNNING:
             transfer.end(verdict.state, error)
         else:
@@ -246,6 +248,7 @@ class DrivenAgent(Agent):
         return True
 
     def _spread(self, cause: NixlError | None) -> None:
+        """The queue of the file transfers has lost track: nothing more is to be learnt of any."""
         self._wedged = cause
         for other in tuple(self._live):
             if other.touches_files and other not in self._mute:

@@ -22,6 +22,7 @@ import importlib.metadata
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,7 +80,11 @@ class NixlDriver:
             raise ConfigError([f"backends {[b.name for b in backends]}: want each one once"])
         api = _load()
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent = _call("nixl_agent", api.nixl_agent, name, config)
+        try:
+            self._agent = _call("nixl_agent", api.nixl_agent, name, config)
+        except NixlError as error:
+            # Without a single plugin (NIXL_PLUGIN_DIR names an empty folder) no agent is made at all.
+            raise BackendUnusable("nixl_agent", error.reason) from error
         self._name = name
         self.params = {backend.name: self._create(backend) for backend in backends}
         kinds = {each: self._agent.get_backend_mem_types(each) for each in self.params}
@@ -170,11 +175,11 @@ class NixlDriver:
         except NixlError:
             # Which plugin failed only sharpens the verdict; without it the safe one stands.
             return Verdict(TransferState.UNKNOWN, error)
-        if backend != "POSIX":
-            return Verdict(TransferState.UNKNOWN, error)
-        if self._posix_loses_track or error.call == "transfer":
-            return Verdict(TransferState.UNKNOWN, error, spreads=self._posix_loses_track)
-        return Verdict(TransferState.FAILED, error)
+        if backend == "POSIX" and self._posix_loses_track:
+            return Verdict(TransferState.UNKNOWN, error, spreads=True)
+        if backend == "POSIX" and cause == "nixlBackendError":
+            return Verdict(TransferState.FAILED, error)
+        return Verdict(TransferState.UNKNOWN, error)
 
     def _confirm(self, request: _Request) -> Verdict:
         if request.files is None:
@@ -250,8 +255,11 @@ def _load() -> Any:
     except (ImportError, OSError) as error:
         reason = f"NIXL cannot be imported ({error}); get it by: pip install pdoffload[nixl]"
         raise BackendUnusable("import", reason) from error
-    # It greets on standard output, once per agent and backend, where reports and JSON go.
+    # It logs to standard output, where reports and JSON go, and greets there for every agent.
     logger = logging.getLogger("nixl")
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
     return api

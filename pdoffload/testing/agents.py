@@ -7,7 +7,7 @@ on it sees wrong bytes. It can be told to refuse, to fail, to take time and to h
     agent = FakeAgent(driver=fake)
     fake.script("check", NixlError("check_xfer_state", "lost"))   # the next check raises that
     fake.script("check", Verdict(TransferState.FAILED, error))    # ... or answers that
-    fake.hold()                                                   # requests stay RUNNING
+    fake.hold(1)                                                  # the next one stays RUNNING
     fake.let_go()
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 from collections import deque
 from typing import Literal
@@ -42,6 +43,7 @@ class FakeRequest:
         self.remote = remote.rows.tolist()
         self.to_file = remote.kind is MemoryKind.FILE
         self.posted_s: float | None = None
+        self.held = False
 
     def move(self) -> None:
         """Copy every row now. Raises `OSError` for a failed I/O and for a short one."""
@@ -72,7 +74,7 @@ class FakeDriver:
         """Every call so far, by name."""
         self._clock = clock
         self._delay_s = delay_s
-        self._held = False
+        self._holding = 0.0
         self._scripts: dict[str, deque[Scripted]] = {}
         self._requests: set[FakeRequest] = set()
         self._registrations: set[int] = set()
@@ -86,12 +88,15 @@ class FakeDriver:
             raise MisuseError(f"{call} does not answer with a verdict")
         self._scripts.setdefault(call, deque()).extend([outcome] * times)
 
-    def hold(self) -> None:
-        """Requests stay RUNNING from now on, and move no byte, until `let_go`."""
-        self._held = True
+    def hold(self, requests: float = math.inf) -> None:
+        """The next so many requests that are posted stay RUNNING, moving no byte, until `let_go`."""
+        self._holding = requests
 
     def let_go(self) -> None:
-        self._held = False
+        """Requests that are held move their bytes when they are next checked."""
+        self._holding = 0.0
+        for request in tuple(self._requests):
+            request.held = False
 
     @property
     def open_handles(self) -> int:
@@ -121,6 +126,8 @@ class FakeDriver:
     def start(self, handle: FakeRequest) -> Verdict:
         scripted = self._play("start")
         handle.posted_s = self._clock.monotonic_s()
+        handle.held = self._holding > 0
+        self._holding -= handle.held
         if scripted is not None:
             return scripted
         return RUNNING if handle.to_file else self._advance(handle)
@@ -152,7 +159,7 @@ class FakeDriver:
 
     def _advance(self, request: FakeRequest) -> Verdict:
         posted_s = request.posted_s or 0.0
-        if self._held or self._clock.monotonic_s() < posted_s + self._delay_s:
+        if request.held or self._clock.monotonic_s() < posted_s + self._delay_s:
             return RUNNING
         try:
             request.move()
