@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from pdoffload.demo.report import Report
 from pdoffload.demo.scenario import ChunkFiles, kv_transfer_config
 from pdoffload.demo.verdict import Result, Step, judge
 from pdoffload.launch import check_text
+from pdoffload.testing.clock import FakeClock
 from pdoffload.testing.openai_api import Completion, Metrics
 
 ANSWER = Completion(text=" three", token_ids=(7, 8), prompt_tokens=2371, ttft_s=2.0, total_s=3.0)
@@ -144,6 +146,20 @@ def test_where_nobody_looks_the_output_is_plain_lines_and_a_table(good: Result) 
     assert "2,368 / 2,371" in shown
     assert "74 / 74" in shown
     assert "All three completions are identical: three" in shown
+
+
+def test_on_a_terminal_finished_phases_stay_with_their_seconds() -> None:
+    clock = FakeClock()
+    text = io.StringIO()
+    report = Report(Console(file=text, force_terminal=True, width=80), clock=clock)
+    with report.progress():
+        report.phase("first")
+        clock.advance(3)
+        report.phase("second")
+        clock.advance(4)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.getvalue())
+    assert "✓ first 3 s" in shown
+    assert "✓ second 4 s" in shown
 
 
 def test_a_folder_that_is_no_checkpoint_fails_with_a_sentence(

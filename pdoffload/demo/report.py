@@ -1,4 +1,8 @@
-"""What a person sees of the demo: progress on a terminal, plain lines elsewhere, and one table."""
+"""What a person sees of the demo: progress on a terminal, plain lines elsewhere, and one table.
+
+On a terminal the present phase spins, with the server's last log line beside it, and a finished one
+stays with a tick and its seconds. Elsewhere a phase is one plain line when it begins.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
+from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.demo.verdict import Result, Step
 
 _PLAIN_WIDTH = 110
@@ -20,7 +25,9 @@ _PLAIN_WIDTH = 110
 class Report:
     """Writes to `console`; by default standard output, `_PLAIN_WIDTH` wide where no terminal is."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._began_s = 0.0
         self.console = console or Console(highlight=False)
         if not self.console.is_terminal:
             self.console.width = _PLAIN_WIDTH
@@ -35,14 +42,21 @@ class Report:
             return
         with self.console.status("") as self._status:
             yield
+            self._tick_off()
         self._status = None
 
     def phase(self, text: str) -> None:
-        self._phase = text
+        self._tick_off()
+        self._phase, self._began_s = text, self._clock.monotonic_s()
         if self._status is None:
             self.console.print(f"- {text}", markup=False)
         else:
             self._status.update(f"[bold]{escape(text)}[/]")
+
+    def _tick_off(self) -> None:
+        if self._status is not None and self._phase:
+            took_s = self._clock.monotonic_s() - self._began_s
+            self.console.print(f"[green]✓[/] {escape(self._phase)} [dim]{took_s:.0f} s[/]")
 
     def detail(self, text: str) -> None:
         if self._status is not None:

@@ -105,23 +105,23 @@ class Scenario:
     def run(self) -> Result:
         """The three steps. Raises `PdOffloadError`s; no server is left running."""
         server, say = self._server, self._listener.phase
-        say("starting a server: host pool of 2 GiB, chunk files below")
+        say("starting vLLM with a host pool of 2 GiB and a file tier")
         with server:
             self._warm_up()
-            say("cold: the prompt is computed, its KV goes to host memory and disk")
+            say("the prompt is computed; its KV goes to host memory and to disk")
             cold = self._send("cold")
             on_disk = self._wait_for_files(cold.completion.prompt_tokens // BLOCK_SIZE)
-            say("host memory: the device forgets everything, the prompt comes again")
+            say("the device forgets everything; the same prompt again")
             server.reset_prefix_cache()
-            host = self._send("device cache reset")
-            say("the server is killed (SIGKILL); only the files are left")
+            host = self._send("device reset")
+            say("the server is killed (SIGKILL); only files are left")
             server.kill()
             on_disk.leave_page_cache()
-            say("starting another server over the same files")
+            say("starting vLLM anew over the same files")
             server.start()
             self._warm_up()
-            say("disk: the prompt comes a third time")
-            disk = self._send("server killed, restarted")
+            say("the same prompt a third time")
+            disk = self._send("server killed")
             say("stopping the server")
         return Result(
             cold=cold,
