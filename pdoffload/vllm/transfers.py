@@ -27,6 +27,9 @@ from pdoffload.errors import DeadlineExceeded, PdOffloadError
 
 logger = logging.getLogger(__name__)
 
+TEARDOWN_S = 5.0
+"""How long a closing agent waits for copies that may still end by themselves."""
+
 AgentFactory = Callable[[str], Agent]
 """Makes an agent that can copy between device and host; the argument names it."""
 
@@ -134,7 +137,8 @@ class CopyThreads:
         """Until none of these copies runs. Bounded: every copy before them ends by its deadline."""
         wanted = set(copy_ids)
         with self._changed:
-            bound_s = (len(self._running) + 1) * self._timeout_s * (self.retries + 1)
+            each_s = self._timeout_s * (self.retries + 1) + TEARDOWN_S
+            bound_s = (len(self._running) + 1) * each_s
             if not self._changed.wait_for(
                 lambda: not (wanted & self._running.keys()), timeout=bound_s
             ):
@@ -174,11 +178,11 @@ class CopyThreads:
                 )
                 logger.exception("%s failed", running.copy.what)
                 if agent is not None:
-                    agent.close()
+                    agent.close(timeout_s=TEARDOWN_S)
                     agent = None
             self._part_ended(running, error)
         if agent is not None:
-            agent.close()
+            agent.close(timeout_s=TEARDOWN_S)
 
     def _open_agent(self, part: int) -> Agent:
         agent = self._agent_factory(f"copy-{part}")
@@ -210,7 +214,7 @@ class CopyThreads:
                     running.copy.what,
                     transfer.error,
                 )
-                agent.close()
+                agent.close(timeout_s=TEARDOWN_S)
                 return None, transfer.error
             logger.warning(
                 "%s failed (attempt %d of %d): %s",

@@ -37,8 +37,9 @@ def regions() -> set[str]:
 def test_a_prefix_outlives_eviction_and_a_killed_server(serve, tiny_llama, tmp_path):
     root = tmp_path / "kv"
     tokens = prompt(1601, seed=7)
-    with serve(tiny_llama, name="without", max_model_len=2048) as plain:
-        right = ask(plain, tokens)[0].token_ids
+    plain = serve(tiny_llama, name="without", max_model_len=2048)
+    right = ask(plain, tokens)[0].token_ids
+    plain.stop()
 
     before = regions()
     server = serve(tiny_llama, offloading(root), max_model_len=2048)

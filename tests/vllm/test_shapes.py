@@ -24,8 +24,9 @@ def test_tokens_are_the_same_with_and_without_offloading(shape, serve, request, 
     model = request.getfixturevalue(case["model"])
     whole, longer = prompt(801, seed=1), prompt(801, seed=1)[:700] + prompt(300, seed=2)
 
-    with serve(model, name="without", max_model_len=2048, **case["options"]) as plain:
-        expected = [ask(plain, tokens)[0].token_ids for tokens in (whole, longer)]
+    plain = serve(model, name="without", max_model_len=2048, **case["options"])
+    expected = [ask(plain, tokens)[0].token_ids for tokens in (whole, longer)]
+    plain.stop()
     assert expected[0] != expected[1], "the model answers everything alike: the test shows nothing"
 
     config = offloading(tmp_path / "kv", cpu_bytes_to_use=64 * MiB, **case["extra"])
