@@ -11,7 +11,7 @@ from pdoffload.clock import SYSTEM_CLOCK, Clock
 SPINS = 20
 FIRST_SLEEP_S = 50e-6
 LAST_SLEEP_S = 1e-3
-GROWTH = 1.5
+GROWTH = 2.0
 
 
 class Patience:

@@ -1,8 +1,8 @@
 """Descriptor lists: N pieces of memory or of files, as one integer array.
 
-                 address | offset    length      device | fd
-    rows[0]      0x7f..00            65536       0
-    rows[1]      0x7f..00 + 65536    65536       0
+           address | offset    length    device | fd
+rows[0]    0x7f..00            65536     0
+rows[1]    0x7f..00 + 65536    65536     0
 """
 
 from __future__ import annotations
@@ -52,13 +52,20 @@ def pieces(
 ) -> Descriptors:
     """Descriptors from integer arrays; `lengths` and `device` may be one value for all.
 
-    Raises `MisuseError` for floats, bools and negative numbers: NIXL itself accepts them silently.
+    Raises `MisuseError` for floats, bools and negative numbers, which NIXL itself accepts silently, and
+    for arrays of different lengths.
     """
-    start_array = _integers("starts", starts)
-    rows = np.empty((start_array.size, 3), dtype=np.uint64)
-    rows[:, 0] = start_array
-    rows[:, 1] = _integers("lengths", lengths)
-    rows[:, 2] = _integers("device", device)
+    count = np.asarray(starts).size
+    rows = np.empty((count, 3), dtype=np.uint64)
+    for column, name, values in (
+        (0, "starts", starts),
+        (1, "lengths", lengths),
+        (2, "device", device),
+    ):
+        array = _integers(name, values)
+        if array.ndim > 1 or array.size not in (1, count):
+            raise MisuseError(f"{name}: shape {array.shape} for {count} rows")
+        rows[:, column] = array
     if not rows.size or not rows[:, 1].all():
         raise MisuseError("a descriptor list needs at least one row, and every length above 0")
     return Descriptors(kind, rows)
@@ -76,8 +83,8 @@ def _integers(name: str, values: object) -> npt.NDArray[np.integer]:
 def coalesce(local: Descriptors, remote: Descriptors) -> tuple[Descriptors, Descriptors]:
     """Join row i+1 to row i wherever both sides continue; the bytes and their order stay the same.
 
-        local   [0,4) [4,8) [8,12)        local   [0,8) [8,12)
-        remote  [0,4) [4,8) [20,24)   ->  remote  [0,8) [20,24)
+    local   [0,4) [4,8) [8,12)        local   [0,8) [8,12)
+    remote  [0,4) [4,8) [20,24)   ->  remote  [0,8) [20,24)
     """
     a, b = local.rows, remote.rows
     joins = (

@@ -6,7 +6,6 @@ Everything the contract in `agent.py` promises is kept here, once, for NIXL and 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -19,15 +18,18 @@ from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.completion import Patience
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driver import Driver, Verdict
-from pdoffload.agent.region import Region, RegionTable, first_overlap
+from pdoffload.agent.region import Region, RegionTable
 from pdoffload.agent.transfer import Transfer, TransferState
+from pdoffload.agent.validate import (
+    LOCAL_KINDS,
+    require_disjoint_destination,
+    require_matching,
+    require_timeout,
+)
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import DeadlineExceeded, MisuseError, NixlError, TransferError
 
 _log = logging.getLogger(__name__)
-
-_LOCAL_KINDS = (MemoryKind.DRAM, MemoryKind.VRAM)
-_REMOTE_KINDS = (MemoryKind.DRAM, MemoryKind.VRAM, MemoryKind.FILE)
 
 
 class AgentCounts(msgspec.Struct, frozen=True):
@@ -82,7 +84,7 @@ class DrivenAgent(Agent):
         device_id: int = 0,
     ) -> Region:
         self._enter("register_memory")
-        if kind not in _LOCAL_KINDS:
+        if kind not in LOCAL_KINDS:
             raise MisuseError(f"register_memory: {kind.value} is not memory")
         if address < 1 or size_bytes < 1 or device_id < 0 or address + size_bytes > 2**63:
             raise MisuseError(
@@ -130,7 +132,11 @@ class DrivenAgent(Agent):
         self, op: Op, local: Descriptors, remote: Descriptors, *, timeout_s: float, what: str
     ) -> Transfer:
         self._enter("submit")
-        regions = self._validate(op, local, remote, timeout_s)
+        require_timeout(timeout_s)
+        require_matching(local, remote)
+        owners = self._table.owners("local", local) + self._table.owners("remote", remote)
+        if self._check_overlaps:
+            require_disjoint_destination(op, local, remote)
         touches_files = remote.kind is MemoryKind.FILE
         handle, refusal = None, self._wedged if touches_files else None
         if refusal is None:
@@ -143,7 +149,7 @@ class DrivenAgent(Agent):
             size_bytes=local.size_bytes,
             timeout_s=timeout_s,
             deadline_s=self._clock.monotonic_s() + timeout_s,
-            regions=regions,
+            regions=tuple(dict.fromkeys(owners)),
             touches_files=touches_files,
         )
         if refusal is not None:
@@ -157,32 +163,6 @@ class DrivenAgent(Agent):
         if verdict.spreads:
             self._spread(verdict.error)
         return transfer
-
-    def _validate(
-        self, op: Op, local: Descriptors, remote: Descriptors, timeout_s: float
-    ) -> tuple[Region, ...]:
-        if not (timeout_s > 0 and math.isfinite(timeout_s)):
-            raise MisuseError(f"submit: timeout_s {timeout_s!r} is not a positive number")
-        for side, descriptors, kinds in (
-            ("local", local, _LOCAL_KINDS),
-            ("remote", remote, _REMOTE_KINDS),
-        ):
-            rows = descriptors.rows
-            if descriptors.kind not in kinds:
-                raise MisuseError(f"{side}: {descriptors.kind.value} cannot be this side")
-            if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 3 or not len(rows):
-                raise MisuseError(f"{side}: rows of {rows.dtype} {rows.shape}, want uint64 (n, 3)")
-        if len(local) != len(remote):
-            raise MisuseError(f"{len(local)} local rows and {len(remote)} remote rows")
-        lengths = local.rows[:, 1]
-        if not ((lengths == remote.rows[:, 1]) & (lengths > 0)).all():
-            raise MisuseError("the two sides differ in the length of a row, or one is empty")
-        regions = self._table.owners("local", local) + self._table.owners("remote", remote)
-        if self._check_overlaps:
-            clash = first_overlap((local if op is Op.READ else remote).rows)
-            if clash is not None:
-                raise MisuseError(f"two rows write to the same bytes, at {clash[0]:#x}")
-        return tuple(dict.fromkeys(regions))
 
     def poll(self) -> list[Transfer]:
         self._enter("poll")

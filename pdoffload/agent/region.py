@@ -73,6 +73,7 @@ class _Bounds:
         self.start = rows[order, 0]
         self.end = self.start + rows[order, 1]
         self.owner = order
+        self._one_piece_per_device = len(self.device) == len(np.unique(self.device))
 
     def find(self, rows: Rows) -> Int:
         """For each row the piece that holds all of it, or -1."""
@@ -80,10 +81,8 @@ class _Bounds:
         first = device[0]
         if (device == first).all():
             return self._find_on(first, rows)
-        if len(self.device) == len(np.unique(self.device)):
-            # One piece per device: the device alone names it.
-            piece = np.searchsorted(self.device, device)
-            return self._confirm(piece, rows)
+        if self._one_piece_per_device:
+            return self._confirm(np.searchsorted(self.device, device), rows)
         piece = np.empty(len(rows), dtype=np.intp)
         for each in np.unique(device):
             chosen = device == each

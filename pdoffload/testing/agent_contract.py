@@ -5,13 +5,10 @@ A subclass says how to make an agent and how to start a transfer that does not e
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import random
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,89 +20,13 @@ from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.region import Region
 from pdoffload.agent.transfer import Transfer, TransferState
-from pdoffload.clock import Clock
 from pdoffload.errors import DeadlineExceeded, MisuseError, TransferError
+from pdoffload.testing.agent_rig import PAGE, SLOTS, AgentRig, Memory, file_rows
 from pdoffload.testing.clock import FakeClock
 
-PAGE = 4096
-SLOTS = 32
 
-
-class Memory:
-    """`SLOTS` pages of private, page-aligned memory, with a page on each side that is not counted."""
-
-    def __init__(self) -> None:
-        self._map = mmap.mmap(-1, (SLOTS + 2) * PAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + PAGE
-        self.size_bytes = SLOTS * PAGE
-
-    def fill(self, *slots: int) -> None:
-        """Put bytes into pages that no other page of any memory has."""
-        for slot in slots:
-            self._map[(slot + 1) * PAGE : (slot + 2) * PAGE] = os.urandom(PAGE)
-
-    def page(self, slot: int) -> bytes:
-        return self._map[(slot + 1) * PAGE : (slot + 2) * PAGE]
-
-    def rows(self, *slots: int, size_bytes: int = PAGE) -> Descriptors:
-        """The first `size_bytes` of each of these pages."""
-        starts = [self.address + slot * PAGE for slot in slots]
-        return pieces(MemoryKind.DRAM, starts, size_bytes)
-
-
-def file_rows(fd: int, *slots: int, size_bytes: int = PAGE) -> Descriptors:
-    """Pages `slots` of the file `fd`."""
-    return pieces(MemoryKind.FILE, [slot * PAGE for slot in slots], size_bytes, fd)
-
-
-class AgentContract(ABC):
-    """Every agent passes this. The agent of a test is `agent`, its two memories `here` and `there`."""
-
-    @abstractmethod
-    def make_agent(self, clock: Clock) -> DrivenAgent:
-        """A new agent that can copy between memories, and between memory and files."""
-
-    @abstractmethod
-    def stall(
-        self, agent: DrivenAgent, local: Descriptors, tmp_path: Path, *, timeout_s: float
-    ) -> tuple[Transfer, Callable[[], None]]:
-        """A READ from a file into one page that runs until the returned function has been called."""
-
-    @pytest.fixture
-    def clock(self) -> FakeClock:
-        return FakeClock()
-
-    @pytest.fixture
-    def agent(self, clock: FakeClock) -> Iterator[DrivenAgent]:
-        agent = self.make_agent(clock)
-        yield agent
-        agent.check()
-        assert agent.close() == []
-        assert agent.counts.balanced, agent.counts
-
-    @pytest.fixture
-    def here(self, agent: DrivenAgent) -> Memory:
-        memory = Memory()
-        agent.register_memory(memory.address, memory.size_bytes)
-        return memory
-
-    @pytest.fixture
-    def there(self, agent: DrivenAgent) -> Memory:
-        memory = Memory()
-        agent.register_memory(memory.address, memory.size_bytes)
-        return memory
-
-    @pytest.fixture
-    def fd(self, agent: DrivenAgent, tmp_path: Path) -> Iterator[int]:
-        """An open, registered file of `SLOTS` pages of zeros."""
-        fd = os.open(tmp_path / "chunks", os.O_RDWR | os.O_CREAT)
-        os.ftruncate(fd, SLOTS * PAGE)
-        agent.register_files([fd], [SLOTS * PAGE])
-        yield fd
-        os.close(fd)
-
-    def move(self, agent: DrivenAgent, op: Op, local: Descriptors, remote: Descriptors) -> Transfer:
-        return agent.wait(agent.submit(op, local, remote, timeout_s=30, what="a test"))
+class AgentContract(AgentRig):
+    """Every agent passes this."""
 
     # --- bytes ---
 
@@ -172,17 +93,17 @@ class AgentContract(ABC):
     def test_a_deadline_leaves_the_transfer_unknown_until_it_is_over(
         self, agent: DrivenAgent, clock: FakeClock, here: Memory, tmp_path: Path
     ) -> None:
-        late, finish = self.stall(agent, here.rows(0), tmp_path, timeout_s=2.0)
+        late, finish = self.stall(agent, here.rows(0), tmp_path, timeout_s=0.05)
         start_s = clock.monotonic_s()
         assert agent.wait(late) is late
-        assert clock.monotonic_s() - start_s < 2.1, "wait is bounded by the transfer's deadline"
+        assert clock.monotonic_s() - start_s < 0.06, "wait is bounded by the transfer's deadline"
         assert late.state is TransferState.UNKNOWN
         assert not late.settled
         assert isinstance(late.error, DeadlineExceeded)
         assert "stalled" in str(late.error)
         assert agent.poll() == []
         finish()
-        told = self._poll_until(agent, late)
+        told = self.poll_until(agent, late)
         assert told == [late]
         assert (late.state, late.settled_state) == (TransferState.UNKNOWN, TransferState.DONE)
 
@@ -198,32 +119,7 @@ class AgentContract(ABC):
         finish()
         assert agent.wait(slow).state is TransferState.DONE
 
-    def _poll_until(self, agent: DrivenAgent, transfer: Transfer) -> list[Transfer]:
-        told: list[Transfer] = []
-        give_up = threading.Event()
-        for _ in range(2000):
-            told += agent.poll()
-            if transfer.settled:
-                break
-            give_up.wait(0.001)
-        return told
-
     # --- what is refused before NIXL sees it ---
-
-    def refuse(
-        self,
-        agent: DrivenAgent,
-        local: Descriptors,
-        remote: Descriptors,
-        match: str,
-        *,
-        op: Op = Op.WRITE,
-        timeout_s: float = 30.0,
-    ) -> None:
-        before = agent.counts
-        with pytest.raises(MisuseError, match=match):
-            agent.submit(op, local, remote, timeout_s=timeout_s, what="misuse")
-        assert agent.counts == before
 
     def test_rows_that_do_not_match_are_refused(
         self, agent: DrivenAgent, here: Memory, there: Memory
@@ -341,14 +237,14 @@ class AgentContract(ABC):
     ) -> None:
         memory = Memory()
         region = agent.register_memory(memory.address, memory.size_bytes)
-        slow, finish = self.stall(agent, memory.rows(0), tmp_path, timeout_s=1.0)
+        slow, finish = self.stall(agent, memory.rows(0), tmp_path, timeout_s=0.05)
         with pytest.raises(MisuseError, match="in use"):
             region.release()
         agent.wait(slow)
         with pytest.raises(MisuseError, match="in use"):
             region.release()
         finish()
-        self._poll_until(agent, slow)
+        self.poll_until(agent, slow)
         region.release()
 
     @pytest.mark.parametrize(("address", "size_bytes"), [(0, 10), (4096, 0), (4096, -1), (-1, 1)])
@@ -446,7 +342,7 @@ class AgentContract(ABC):
         memory = Memory()
         region = agent.register_memory(memory.address, memory.size_bytes)
         stuck, finish = self.stall(agent, memory.rows(0), tmp_path, timeout_s=1000.0)
-        assert agent.close(timeout_s=1.0) == [stuck]
+        assert agent.close(timeout_s=0.05) == [stuck]
         assert agent.close() == [stuck]
         assert stuck.state is TransferState.UNKNOWN
         assert not stuck.settled

@@ -14,7 +14,8 @@ from pdoffload.agent.driver import Verdict
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
 from pdoffload.errors import MisuseError, NixlError, TransferError
-from pdoffload.testing.agent_contract import PAGE, AgentContract, Memory, file_rows
+from pdoffload.testing.agent_contract import AgentContract
+from pdoffload.testing.agent_rig import PAGE, Memory, file_rows
 from pdoffload.testing.agents import FakeAgent, FakeDriver
 from pdoffload.testing.clock import FakeClock
 

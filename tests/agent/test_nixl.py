@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,14 +20,28 @@ from pdoffload.agent.nixl import NixlAgent, first_usable, probe
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
 from pdoffload.errors import BackendUnusable, ConfigError, MisuseError
-from pdoffload.testing.agent_contract import PAGE, AgentContract, Memory, file_rows
+from pdoffload.testing.agent_contract import AgentContract
+from pdoffload.testing.agent_rig import PAGE, Memory, file_rows
+from pdoffload.testing.clock import FakeClock
 
 pytestmark = pytest.mark.nixl
 
 _fifos = itertools.count()
 
 
+class PacedClock(FakeClock):
+    """Stands still like any fake clock, but its sleeps leave the kernel the time to do real I/O."""
+
+    def sleep(self, duration_s: float) -> None:
+        super().sleep(duration_s)
+        threading.Event().wait(duration_s)
+
+
 class TestContract(AgentContract):
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return PacedClock()
+
     def make_agent(self, clock: Clock) -> NixlAgent:
         return NixlAgent("contract", [UcxBackend(), PosixBackend(queue="uring")], clock=clock)
 
