@@ -89,6 +89,12 @@ def view_caches(
     )
 
 
+def enter_thread(caches: DeviceCaches) -> None:
+    """Make the caches' GPU the calling thread's own, before an agent is opened there."""
+    if caches.on_gpu:
+        torch.cuda.set_device(caches.device_id)
+
+
 def written_so_far(caches: DeviceCaches) -> Callable[[], None]:
     """A wait for everything queued on the device until now, to be called on another thread.
 
@@ -99,7 +105,8 @@ def written_so_far(caches: DeviceCaches) -> Callable[[], None]:
         return _nothing
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(caches.device_id))
-    return event.synchronize
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 def pin_host_memory(address: int, size_bytes: int) -> Callable[[], None] | None:

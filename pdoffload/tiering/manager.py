@@ -196,7 +196,7 @@ class Tiering:
             )
         self.plan.job_ended(news)
 
-    def _forget(self, slots: Collection[int]) -> None:
+    def _forget(self, slots: Sequence[int]) -> None:
         """New bytes come into these slots: no checksum or status word of the old ones may be left."""
         for slot in slots:
             self.region.forget_checksum(slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -200,5 +200,6 @@ class NixlTieringOffloadingSpec(NixlCPUOffloadingSpec):
             raise ConfigError(
                 [f"type: {table.type!r} is not a subclass of pdoffload.tiers.base.Tier"]
             )
-        tier: Tier = tier_class(table.options, context)
-        return tier
+        # A tier from elsewhere is built like ours: from its table and the context.
+        build: Callable[[Mapping[str, Any], TierContext], Tier] = tier_class
+        return build(table.options, context)

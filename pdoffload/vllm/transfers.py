@@ -87,9 +87,12 @@ class CopyThreads:
         num_threads: int,
         timeout_s: float,
         retries: int = 0,
+        enter_thread: Callable[[], None] = lambda: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`enter_thread` is called first on every copy thread: a GPU's context belongs to a thread."""
         self.retries = retries
+        self._enter_thread = enter_thread
         self._agent_factory = agent_factory
         self._memory = tuple(memory)
         self._timeout_s = timeout_s
@@ -160,22 +163,19 @@ class CopyThreads:
         work, num_parts = self._queues[part], len(self._queues)
         agent: Agent | None = None
         try:
+            self._enter_thread()
             agent = self._open_agent(part)
-        except PdOffloadError as error:
-            self._start_errors.append(error)
+        except Exception as failure:  # the creator waits for word from this thread, whatever it is
+            self._start_errors.append(_as_ours("opening a NIXL agent", failure))
         started.wait()
         while (running := work.get()) is not None:
-            error: PdOffloadError | None = None
+            error: PdOffloadError | None
             try:
                 if agent is None:
                     agent = self._open_agent(part)
                 agent, error = self._copy_part(agent, running, part, num_parts)
             except Exception as failure:  # whatever it was, the copy ends with it
-                error = (
-                    failure
-                    if isinstance(failure, PdOffloadError)
-                    else PdOffloadError(f"{running.copy.what}: {type(failure).__name__}: {failure}")
-                )
+                error = _as_ours(running.copy.what, failure)
                 logger.exception("%s failed", running.copy.what)
                 if agent is not None:
                     agent.close(timeout_s=TEARDOWN_S)
@@ -261,3 +261,9 @@ class CopyThreads:
                 )
             )
             self._changed.notify_all()
+
+
+def _as_ours(what: str, failure: Exception) -> PdOffloadError:
+    if isinstance(failure, PdOffloadError):
+        return failure
+    return PdOffloadError(f"{what}: {type(failure).__name__}: {failure}")

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.errors import MisuseError, PdOffloadError
-from pdoffload.memory.device import DeviceCaches, written_so_far
+from pdoffload.memory.device import DeviceCaches, enter_thread, written_so_far
 from pdoffload.memory.host import HostRegion, SlotStatus
 from pdoffload.vllm.copies import BlockRun, HostPart, describe_copy
 from pdoffload.vllm.transfers import AgentFactory, Copy, CopyThreads, Memory
@@ -86,7 +86,12 @@ class NixlOffloadingWorker(OffloadingWorker):
         memory = [Memory(region.address, region.size_bytes)]
         memory += [Memory(at, size, kind, caches.device_id) for at, size in caches.storages]
         self._copies = CopyThreads(
-            agent_factory, memory, num_threads=num_threads, timeout_s=timeout_s, retries=1
+            agent_factory,
+            memory,
+            num_threads=num_threads,
+            timeout_s=timeout_s,
+            retries=1,
+            enter_thread=lambda: enter_thread(caches),
         )
         self._jobs: dict[int, _Job] = {}
         self._failed_loads: list[FailedLoad] = []

@@ -164,6 +164,14 @@ def test_an_agent_that_cannot_be_opened_is_an_error_at_once():
     assert threading.active_count() == before
 
 
+def test_a_thread_that_cannot_start_is_an_error_and_no_hang():
+    def no_gpu() -> None:
+        raise RuntimeError("invalid device ordinal")
+
+    with pytest.raises(PdOffloadError, match="invalid device ordinal"):
+        CopyThreads(FakeAgent, [], num_threads=2, timeout_s=1, enter_thread=no_gpu)
+
+
 def test_overlapping_memory_is_an_error_at_once():
     memory = Memory(4096, 4096)
     with pytest.raises(MisuseError):
