@@ -4,7 +4,8 @@ What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5
 
 - Once a request has failed, NIXL never asks the plugin about it again.
 - POSIX with io_uring or Linux AIO, from NIXL 1.5: an I/O that fails or ends short fails its own request
-  alone, and the failure is told only when every I/O of that request has ended or been cancelled.
+  alone, and the failure is told only when every I/O of that request has ended or been cancelled. (Only
+  a kernel that refuses the ring itself makes it tell earlier; nothing distinguishes that from here.)
 - POSIX with posix_aio, and every POSIX queue before 1.5: the error of one I/O is told to whichever
   request is asked next, possibly to none or to all, while other I/Os go on; a request can be reported
   done whose I/O failed. All file requests of the agent are UNKNOWN then, and it has to be replaced.
@@ -18,10 +19,10 @@ What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import itertools
 import logging
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,6 +99,7 @@ class NixlDriver:
         posix = next((each for each in backends if isinstance(each, PosixBackend)), None)
         self._max_ios = posix.max_ios if posix else None
         self._ios = 0
+        self._requests: set[_Request] = set()
 
     def _create(self, backend: Backend) -> dict[str, str]:
         reason = ""
@@ -147,7 +149,9 @@ class NixlDriver:
             backends,
         )
         self._ios += ios
-        return _Request(handle, ios, remote.rows if self._short_is_done and to_file else None)
+        request = _Request(handle, ios, remote.rows if self._short_is_done and to_file else None)
+        self._requests.add(request)
+        return request
 
     def start(self, handle: _Request) -> Verdict:
         return self._judge("transfer", self._agent.transfer, handle)
@@ -187,8 +191,9 @@ class NixlDriver:
         ends = request.files[:, 0] + request.files[:, 1]
         for fd in np.unique(request.files[:, 2]):
             need = int(ends[request.files[:, 2] == fd].max())
-            have = os.fstat(int(fd)).st_size
-            if have < need:
+            status = os.fstat(int(fd))
+            have = status.st_size
+            if stat.S_ISREG(status.st_mode) and have < need:
                 reason = f"file {int(fd)} holds {have} of {need} bytes"
                 return Verdict(TransferState.FAILED, NixlError("check_xfer_state", reason))
         return DONE
@@ -196,10 +201,12 @@ class NixlDriver:
     def release(self, handle: _Request) -> None:
         _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handle)
         self._ios -= handle.ios
+        self._requests.discard(handle)
 
     def close(self, *, abandon: bool) -> None:
         if abandon:
-            _abandoned.append(self._agent)
+            # The handles too: NIXL's Python layer releases a handle that is garbage.
+            _abandoned.append((self._agent, self._requests))
         del self._agent
 
 
@@ -267,6 +274,8 @@ def _load() -> Any:
 
 def _version() -> tuple[int, int]:
     """NIXL's (major, minor); (0, 0), treated as old, where the package does not tell."""
+    import importlib.metadata  # here, because it is slow to import
+
     try:
         major, minor = importlib.metadata.version("nixl").split(".")[:2]
         return int(major), int(minor)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.metadata
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -151,6 +154,25 @@ def test_a_process_that_closed_a_ucx_agent_exits_cleanly_and_silently() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+def test_the_request_of_file_io_that_goes_on_is_never_destroyed(tmp_path: Path) -> None:
+    def handles() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "nixl_xfer_handle" for each in gc.get_objects())
+
+    before = handles()
+    memory = Memory()
+    agent = NixlAgent("left", [PosixBackend(queue="uring")])
+    agent.register_memory(memory.address, memory.size_bytes)
+    os.mkfifo(tmp_path / "fifo")
+    fd = os.open(tmp_path / "fifo", os.O_RDWR)
+    agent.register_files([fd], [PAGE])
+    agent.submit(Op.READ, memory.rows(0), file_rows(fd, 0), timeout_s=5, what="load")
+    assert len(agent.close(timeout_s=0.01)) == 1
+    del agent
+    assert handles() == before + 1
+    assert_all_written(fd)
+
+
 def test_two_agents_of_one_name_are_told_apart() -> None:
     first, second = (NixlAgent("twin", [PosixBackend()]) for _ in range(2))
     assert first.name != second.name
@@ -203,6 +225,10 @@ def test_more_pieces_than_the_queue_holds_are_refused_whole(tmp_path: Path) -> N
     os.close(fd)
 
 
+OLD = importlib.util.find_spec("nixl") and importlib.metadata.version("nixl").startswith("1.4")
+
+
+@pytest.mark.skipif(bool(OLD), reason="NIXL 1.4 loses track on every queue, as posix_aio does")
 @pytest.mark.parametrize("queue", ["uring", "aio"])
 def test_c16_a_failed_write_is_told_to_its_own_transfer_alone(queue, tmp_path: Path) -> None:
     agent = NixlAgent("faults", [PosixBackend(queue=queue)])
