@@ -15,7 +15,7 @@ _HOMES = {
     "NixlTieringOffloadingSpec": "pdoffload.vllm.spec",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0604 - the names of a dict of strings
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

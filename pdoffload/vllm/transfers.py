@@ -165,7 +165,7 @@ class CopyThreads:
         try:
             self._enter_thread()
             agent = self._open_agent(part)
-        except Exception as failure:  # the creator waits for word from this thread, whatever it is
+        except Exception as failure:  # noqa: BLE001 - the creator waits for word, whatever it is
             self._start_errors.append(_as_ours("opening a NIXL agent", failure))
         started.wait()
         while (running := work.get()) is not None:
