@@ -3,15 +3,15 @@
 Both work through the verbs that a scheduler calls: jobs of 16 chunks are queued at once and polled until
 all have ended. Ours computes a checksum of every chunk it stores and compares it when it loads; vLLM's has
 none. Each store round writes new files, each load round reads the files of that contender's last store, and
-the first load of each is compared byte by byte, outside the measurement. Where fio is installed it does the
-same with io_uring, without temporary names, checksums or Python: what the disk can give.
+a sample of what comes back is compared byte by byte, outside the measurement. All files are removed at the
+end, not between rounds: deleting changes how fast ext4 makes the next ones. Where fio is installed it does
+the same with io_uring, without temporary names, checksums or Python: what the disk can give.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -39,7 +39,6 @@ from common import (
     ratios,
     started,
 )
-from pdoffload.tiers.fs import FsTier
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
@@ -51,11 +50,14 @@ from pdoffload.config import FsTierConfig
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
 from pdoffload.memory.host import HostRegion
 from pdoffload.tiers.base import Job, JobResult, TierContext
+from pdoffload.tiers.fs import FsTier
 
-CHUNKS_BYTES = (256 * KIB, 2 * MIB, 8 * MIB)
+# From few files to many: ext4 is slow at making files where many were deleted minutes ago.
+CHUNKS_BYTES = (8 * MIB, 2 * MIB, 256 * KIB)
 CHUNKS_PER_JOB = 16
+CONTENDERS = 3
 CHECKSUM_CPU_S_PER_GB = 0.04
-_POLL_S = 0.0005
+_POLL_S = 0.001
 _DEADLINE_S = 120.0
 _FIO_BUFFER_DEPTH = 16
 
@@ -71,8 +73,9 @@ class Pool:
         self.region = HostRegion.private(geometry)
         self.total_bytes = num_chunks * chunk_bytes
         self.rows = self.region.array[: self.total_bytes].reshape(num_chunks, chunk_bytes)
+        random = np.random.default_rng(5)
         for row in self.rows:
-            row[:] = np.frombuffer(os.urandom(chunk_bytes), np.uint8)
+            row[:] = np.frombuffer(random.bytes(chunk_bytes), np.uint8)
         self.expected = self.rows[:: max(num_chunks // 16, 1)].copy()
 
     def clear(self) -> None:
@@ -184,10 +187,9 @@ class Fio:
 
     def __init__(self, program: str, chunk_bytes: int, num_chunks: int, directory: Path) -> None:
         self._total_bytes = chunk_bytes * num_chunks
-        self._directory = directory
+        self._round = 0
         self._arguments = [
             program,
-            "--name=chunks",
             "--ioengine=io_uring",
             "--direct=1",
             f"--bs={chunk_bytes}",
@@ -205,15 +207,14 @@ class Fio:
         ]
 
     def store(self) -> Cost:
-        for file in self._directory.iterdir():
-            file.unlink()
+        self._round += 1
         return self._run("write")
 
     def load(self) -> Cost:
         return self._run("read")
 
     def _run(self, direction: str) -> Cost:
-        words = [*self._arguments, f"--rw={direction}"]
+        words = [*self._arguments, f"--name=round{self._round}", f"--rw={direction}"]
         answer = subprocess.run(words, check=True, capture_output=True, text=True)
         job = json.loads(answer.stdout[answer.stdout.index("{") :])["jobs"][0]
         wall_s = job[direction]["runtime"] / 1000
@@ -246,7 +247,6 @@ def measure_size(
     fio = Fio(fio_program, chunk_bytes, pool.num_chunks, fio_directory) if fio_program else None
 
     def fresh_store(who: str, store: Callable[[list[BlockKey]], Cost]) -> Cost:
-        _remove_chunks(directory / who)
         names[who].number += 1
         return store(names[who].keys(pool.num_chunks))
 
@@ -273,11 +273,6 @@ def measure_size(
         ours.close()
         theirs.close()
         shutil.rmtree(directory)
-
-
-def _remove_chunks(directory: Path) -> None:
-    for file in directory.rglob("*.bin"):
-        file.unlink()
 
 
 def _row(direction: str, pool: Pool, chunk_bytes: int, costs: dict[str, list[Cost]]) -> Row:
@@ -321,9 +316,9 @@ def main() -> None:
     total_bytes, rounds = GIB, options.rounds or 7
     if options.smoke:
         sizes, total_bytes, rounds = (256 * KIB,), 8 * MIB, options.rounds or 2
-    free_bytes = shutil.disk_usage(options.dir).free
-    if free_bytes < 6 * total_bytes:
-        total_bytes = max(free_bytes // 6 // (64 * MIB) * 64 * MIB, 64 * MIB)
+    fitting_bytes = shutil.disk_usage(options.dir).free // 2 // (CONTENDERS * (rounds + 1))
+    if fitting_bytes < total_bytes:
+        total_bytes = max(fitting_bytes // (64 * MIB) * 64 * MIB, 64 * MIB)
         run.remarks.append(f"Disk is short: {total_bytes // MIB} MiB per measurement, not 1 GiB.")
     if file_system_of(options.dir) == "tmpfs":
         run.remarks.append("This is tmpfs: memory, not a disk.")
