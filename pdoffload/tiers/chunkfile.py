@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import struct
 
-import msgspec
 import xxhash
 
 from pdoffload.errors import CorruptChunk, MisuseError, StorageError
@@ -39,75 +38,78 @@ DIGEST_BYTES = 16
 FINGERPRINT_BYTES = 32
 
 _MAGIC = b"PDOCHUNK"
-_HEAD = struct.Struct("<8sIIQ32s16sI")
+_START = struct.Struct("<8sIIQ32s")
+_KEY_AT = _START.size + DIGEST_BYTES
 _BODY_BYTES = TRAILER_BYTES - DIGEST_BYTES
-MAX_KEY_BYTES = _BODY_BYTES - _HEAD.size
+MAX_KEY_BYTES = _BODY_BYTES - _KEY_AT - 4
 
 
-class Trailer(msgspec.Struct, frozen=True):
-    """What a trailer says. `digest` is the chunk's xxh3-128, or None where it was not computed."""
+class ChunkFormat:
+    """Trailers of one configuration: all chunks have `chunk_bytes` and `fingerprint`. Any thread."""
 
-    key: BlockKey
-    chunk_bytes: int
-    fingerprint: bytes
-    digest: bytes | None
+    __slots__ = ("_starts", "chunk_bytes", "file_bytes", "fingerprint")
 
+    def __init__(self, chunk_bytes: int, fingerprint: bytes) -> None:
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise MisuseError(
+                f"a fingerprint has {FINGERPRINT_BYTES} bytes, got {len(fingerprint)}"
+            )
+        self.chunk_bytes = chunk_bytes
+        self.fingerprint = fingerprint
+        self.file_bytes = chunk_bytes + TRAILER_BYTES
+        # What every trailer of this configuration begins with, by checksum algorithm.
+        self._starts = {
+            algorithm: _START.pack(_MAGIC, VERSION, algorithm, chunk_bytes, fingerprint)
+            for algorithm in (CHECKSUM_NONE, CHECKSUM_XXH3_128)
+        }
 
-def pack(trailer: Trailer) -> bytes:
-    """The `TRAILER_BYTES` of `trailer`. `MisuseError` for a field that does not fit its place."""
-    digest = trailer.digest
-    if len(trailer.key) > MAX_KEY_BYTES or len(trailer.fingerprint) != FINGERPRINT_BYTES:
-        raise MisuseError(
-            f"a trailer takes a key of up to {MAX_KEY_BYTES} bytes and a fingerprint of "
-            f"{FINGERPRINT_BYTES}; got {len(trailer.key)} and {len(trailer.fingerprint)}"
-        )
-    if digest is not None and len(digest) != DIGEST_BYTES:
-        raise MisuseError(f"a digest has {DIGEST_BYTES} bytes, got {len(digest)}")
-    head = _HEAD.pack(
-        _MAGIC,
-        VERSION,
-        CHECKSUM_NONE if digest is None else CHECKSUM_XXH3_128,
-        trailer.chunk_bytes,
-        trailer.fingerprint,
-        digest or bytes(DIGEST_BYTES),
-        len(trailer.key),
-    )
-    body = (head + trailer.key).ljust(_BODY_BYTES, b"\0")
-    return body + xxhash.xxh3_128_digest(body)
+    def pack(self, key: BlockKey, digest: bytes | None) -> bytes:
+        """The `TRAILER_BYTES` of the chunk `key`, whose xxh3-128 is `digest`, or None if not computed.
 
+        Raises `MisuseError` for a key that does not fit.
+        """
+        if len(key) > MAX_KEY_BYTES:
+            raise MisuseError(f"a trailer takes a key of {MAX_KEY_BYTES} bytes, got {len(key)}")
+        start = self._starts[CHECKSUM_NONE if digest is None else CHECKSUM_XXH3_128]
+        head = start + (digest or bytes(DIGEST_BYTES)) + len(key).to_bytes(4, "little") + key
+        body = head.ljust(_BODY_BYTES, b"\0")
+        return body + xxhash.xxh3_128_digest(body)
 
-def parse(page: bytes | bytearray | memoryview, path: str) -> Trailer:
-    """What the trailer in `page` (exactly `TRAILER_BYTES`) says; `path` names it in errors.
+    def digest(self, page: bytes, key: BlockKey, path: str) -> bytes | None:
+        """The digest in the trailer `page` (`TRAILER_BYTES`), or None if it carries none.
 
-    Raises `CorruptChunk` for bytes no version ever wrote, and `StorageError` for a sound trailer of a
-    version or checksum algorithm this one does not know: such a file is somebody's and stays.
-    """
-    magic, version, algorithm, chunk_bytes, fingerprint, digest, key_bytes = _HEAD.unpack_from(page)
-    if magic != _MAGIC:
-        raise CorruptChunk(path, "its last page is no trailer")
-    if xxhash.xxh3_128_digest(page[:_BODY_BYTES]) != page[_BODY_BYTES:]:
-        raise CorruptChunk(path, "its trailer does not match its own checksum")
-    if version != VERSION:
-        raise StorageError(path, f"format version {version}; this release reads {VERSION}")
-    if algorithm not in (CHECKSUM_NONE, CHECKSUM_XXH3_128):
-        raise StorageError(path, f"checksum algorithm {algorithm} is not known to this release")
-    if key_bytes > MAX_KEY_BYTES:
-        raise CorruptChunk(path, f"its trailer claims a key of {key_bytes} bytes")
-    key = BlockKey(bytes(page[_HEAD.size : _HEAD.size + key_bytes]))
-    return Trailer(key, chunk_bytes, fingerprint, digest if algorithm else None)
+        Raises `CorruptChunk` for bytes that no version wrote, and for another key, length or
+        configuration; `StorageError` for a sound trailer of a version or algorithm that is not known
+        here: such a file is somebody's and stays. `path` names the file in errors.
+        """
+        start = page[: _START.size]
+        named = len(key).to_bytes(4, "little") + key
+        known = start in (self._starts[CHECKSUM_XXH3_128], self._starts[CHECKSUM_NONE])
+        sound = xxhash.xxh3_128_digest(page[:_BODY_BYTES]) == page[_BODY_BYTES:]
+        if not known or not sound or page[_KEY_AT : _KEY_AT + len(named)] != named:
+            raise self._fault(page, key, path)
+        if start == self._starts[CHECKSUM_NONE]:
+            return None
+        return page[_START.size : _KEY_AT]
 
-
-def require(trailer: Trailer, wanted: Trailer, path: str) -> None:
-    """Raise `CorruptChunk` unless `trailer` is of the key, length and configuration of `wanted`."""
-    if trailer.key != wanted.key:
-        raise CorruptChunk(path, f"holds key {trailer.key.hex()}, not {wanted.key.hex()}")
-    if trailer.chunk_bytes != wanted.chunk_bytes:
-        raise CorruptChunk(
-            path, f"holds a chunk of {trailer.chunk_bytes} bytes, not {wanted.chunk_bytes}"
-        )
-    if trailer.fingerprint != wanted.fingerprint:
-        raise CorruptChunk(
-            path,
-            f"was written by configuration {trailer.fingerprint.hex()[:16]}, "
-            f"not {wanted.fingerprint.hex()[:16]}",
-        )
+    def _fault(self, page: bytes, key: BlockKey, path: str) -> StorageError:
+        """What is wrong with `page`."""
+        magic, version, algorithm, chunk_bytes, fingerprint = _START.unpack_from(page)
+        if magic != _MAGIC:
+            return CorruptChunk(path, "its last page is no trailer")
+        if xxhash.xxh3_128_digest(page[:_BODY_BYTES]) != page[_BODY_BYTES:]:
+            return CorruptChunk(path, "its trailer does not match its own checksum")
+        if version != VERSION:
+            return StorageError(path, f"format version {version}; this release reads {VERSION}")
+        if algorithm not in self._starts:
+            return StorageError(path, f"checksum algorithm {algorithm} is not known here")
+        if chunk_bytes != self.chunk_bytes:
+            return CorruptChunk(
+                path, f"holds a chunk of {chunk_bytes} bytes, not {self.chunk_bytes}"
+            )
+        if fingerprint != self.fingerprint:
+            theirs, ours = fingerprint.hex()[:16], self.fingerprint.hex()[:16]
+            return CorruptChunk(path, f"was written by configuration {theirs}, not {ours}")
+        key_bytes = int.from_bytes(page[_KEY_AT : _KEY_AT + 4], "little")
+        stored = page[_KEY_AT + 4 : _KEY_AT + 4 + key_bytes]
+        return CorruptChunk(path, f"holds key {stored.hex()}, not {key.hex()}")

@@ -1,7 +1,7 @@
 """The fs tier: chunk files in a directory, moved by NIXL POSIX. This file is the owner's side.
 
     owner thread                           I/O threads (`fs_io`)     lookup thread   quota thread
-    store, load --> BatchQueue ----------> open, move, verify,       stat            walk, evict
+    store, load --> PartQueue ----------> open, move, verify,       stat            walk, evict
     poll        <-- outcomes <------------ rename                      |
     lookup      <-- answers <------------------------------------------'
 
@@ -16,22 +16,26 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from pdoffload.agent.agent import Agent
-from pdoffload.agent.nixl import NixlAgent
 from pdoffload.config import FsTierConfig
 from pdoffload.errors import DeadlineExceeded, MisuseError, PdOffloadError, StorageError
 from pdoffload.layout import BlockKey
-from pdoffload.tiers.base import Job, JobResult, Lookup, Settled, Tier, TierContext, TierStats
-from pdoffload.tiers.batches import Batch, BatchQueue, Outcome, cut, failed_outcome
+from pdoffload.tiers.base import (
+    Job,
+    JobResult,
+    Lookup,
+    Settled,
+    Tier,
+    TierContext,
+    TierStats,
+)
 from pdoffload.tiers.fs_io import IoPool
-from pdoffload.tiers.fs_lane import MakeAgent, Terms
+from pdoffload.tiers.fs_lane import MakeAgent
 from pdoffload.tiers.fs_lookup import FileLookup
-from pdoffload.tiers.fs_probe import batch_limits, posix_backend, probe_files
+from pdoffload.tiers.fs_start import prepare
 from pdoffload.tiers.health import StoreHealth
 from pdoffload.tiers.jobs import JobBook, LiveJob
-from pdoffload.tiers.paths import open_namespace
-from pdoffload.tiers.quota import Quota
-from pdoffload.tiers.writer import WriterDir, sweep
+from pdoffload.tiers.part_queue import PartQueue
+from pdoffload.tiers.parts import NONE_FORCED, Outcome, Part, cut, failed_outcome
 
 _log = logging.getLogger(__name__)
 
@@ -67,59 +71,32 @@ class FsTier(Tier):
         self.publishes_events = config.enable_kv_events
         self._pid = os.getpid()
         self._closed = False
-        self._context = context
-        make_agent = make_agent or _agent_maker(config, context)
-        self._space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
-        sweep(self._space, context.clock)
-        writer = WriterDir(self._space)
-        abilities = probe_files(config, self._space, writer, context.region.address)
-        limits, most_threads = batch_limits(max(config.n_read_threads, config.n_write_threads))
-        quota = None
-        if config.max_bytes is not None:
-            quota = Quota(self._space, config.max_bytes, context.clock)
-        self._terms = Terms(
-            region=context.region,
-            space=self._space,
-            writer=writer,
-            quota=quota,
-            make_agent=make_agent,
-            verify=context.verify,
-            fingerprint=context.run_config.fingerprint,
-            limits=limits,
-            shows_holes=abilities.shows_holes,
-            open_flags=abilities.open_flags,
-            fsync=config.fsync,
-            min_free_bytes=config.min_free_bytes,
-            timeout_s=context.transfer_timeout_s,
-            clock=context.clock,
-        )
+        start = prepare(config, context, rank=rank, make_agent=make_agent)
+        self._terms = terms = start.terms
+        self._base = terms.space.base
         self._outcomes: deque[Outcome] = deque()
         self._book = JobBook()
         self._health = StoreHealth()
         self._lookup = FileLookup(
-            self._space,
-            self._terms.sound_sizes,
-            timeout_s=context.transfer_timeout_s,
-            clock=context.clock,
+            terms.space, terms.sound_sizes, timeout_s=terms.timeout_s, clock=terms.clock
         )
-        readers = min(config.n_read_threads, most_threads)
         half = context.region.geometry.num_slots // 2
-        self._queue = BatchQueue(
-            num_readers=readers, max_stored_chunks=min(MAX_QUEUED_CHUNKS, half)
+        self._queue = PartQueue(
+            num_readers=start.num_readers,
+            max_waiting_stores=min(MAX_QUEUED_CHUNKS, half),
+            most_chunks=terms.most_chunks,
         )
         self._pool = IoPool(
-            self._terms,
+            terms,
             self._queue,
-            num_readers=readers,
-            num_writers=min(config.n_write_threads, most_threads),
-            report=self._outcomes.append,
+            num_readers=start.num_readers,
+            num_writers=start.num_writers,
+            report=self._outcomes.extend,
         )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._degraded() or "open"
-        return (
-            f"<FsTier {self._space.base}: {state}, {self._book!r}, {self._queue!r}, {self._pool!r}>"
-        )
+        return f"<FsTier {self._base}: {state}, {self._book!r}, {self._queue!r}, {self._pool!r}>"
 
     # --- the verbs ---
 
@@ -133,13 +110,13 @@ class FsTier(Tier):
         if not self._health.admits(self._now_s()):
             self._refuse(job, self._health.refusal(), is_load=False)
             return
-        batches = self._cut(job, is_load=False)
+        parts = self._cut(job, is_load=False)
         if not self._queue.has_room(len(job.keys)):
-            error = StorageError(self._space.base, f"{len(self._queue)} batches wait to be moved")
+            error = StorageError(self._base, f"{len(self._queue)} parts wait to be moved")
             self._refuse(job, error, is_load=False)
             return
-        self._book.begin(job, batches, is_load=False)
-        self._queue.put(batches)
+        self._book.begin(job, parts, is_load=False)
+        self._queue.put(parts)
         self._pool.grow(False)
 
     def load(self, job: Job) -> None:
@@ -147,11 +124,11 @@ class FsTier(Tier):
         if self._pool.all_stuck():
             self._refuse(job, self._stuck_error(), is_load=True)
             return
-        batches = self._cut(job, is_load=True)
-        self._book.begin(job, batches, is_load=True)
+        parts = self._cut(job, is_load=True)
+        self._book.begin(job, parts, is_load=True)
         if self._terms.quota is not None:
             self._terms.quota.hold(job.keys)
-        self._queue.put(batches)
+        self._queue.put(parts)
         self._pool.grow(True)
 
     def poll(self) -> list[JobResult | Settled]:
@@ -175,21 +152,21 @@ class FsTier(Tier):
             return self.poll()
         self._closed = True
         self._queue.close()
-        closed = StorageError(self._space.base, "the tier was closed before its turn came")
-        for batch in self._queue.drain():
-            self._enter_outcome(failed_outcome(batch, closed))
+        closed = StorageError(self._base, "the tier was closed before its turn came")
+        for part in self._queue.drain():
+            self._enter_outcome(failed_outcome(part, closed))
         late = self._pool.close(timeout_s=timeout_s)
         self._take_in()
-        for batch in self._book.begun():
-            error = DeadlineExceeded(f"{batch.what} while closing", timeout_s)
-            self._enter_outcome(failed_outcome(batch, error, settled=False))
+        for part in self._book.begun():
+            error = DeadlineExceeded(f"{part.what} while closing", timeout_s)
+            self._enter_outcome(failed_outcome(part, error, settled=False))
         self._lookup.close(timeout_s=_SIDE_THREADS_S)
         if self._terms.quota is not None:
             self._terms.quota.close(timeout_s=_SIDE_THREADS_S)
         if late:
             _log.warning(
                 "%s: %d I/O threads still hang after %g s and are left behind",
-                self._space.base,
+                self._base,
                 len(late),
                 timeout_s,
             )
@@ -208,12 +185,12 @@ class FsTier(Tier):
             self._lookup.gone((quota.evicted.popleft(),))
 
     def _enter_outcome(self, outcome: Outcome) -> None:
-        batch = outcome.batch
-        if not batch.told:
-            batch.told = True
+        part = outcome.part
+        if not part.told:
+            part.told = True
             bad = dict(outcome.failed)
-            good = tuple(key for key in batch.keys if key not in bad) if bad else batch.keys
-            if not batch.is_load:
+            good = tuple(key for key in part.keys if key not in bad) if bad else part.keys
+            if not part.is_load:
                 self._lookup.stored(good)
             elif bad:
                 gone = [key for key, error in bad.items() if _is_gone(error)]
@@ -233,38 +210,37 @@ class FsTier(Tier):
             return
         elif result.failed:
             if self._health.failed(result.failed[0][1], self._now_s()):
-                _log.warning("stores to %s stop; %s", self._space.base, self._health.refusing)
+                _log.warning("stores to %s stop; %s", self._base, self._health.refusing)
         elif result.moved_bytes and self._health.succeeded():
-            _log.info("stores to %s go on", self._space.base)
+            _log.info("stores to %s go on", self._base)
 
     def _expire(self) -> None:
-        now_s, timeout_s = self._now_s(), self._context.transfer_timeout_s
+        now_s, timeout_s = self._now_s(), self._terms.timeout_s
         expired = self._book.late(now_s, timeout_s)
-        for batch in expired:
-            batch.expired = True
-            error = DeadlineExceeded(batch.what, timeout_s)
-            self._enter_outcome(failed_outcome(batch, error, settled=False, ended_s=now_s))
-            self._pool.replace(batch)
+        for part in expired:
+            part.expired = True
+            error = DeadlineExceeded(part.what, timeout_s)
+            self._enter_outcome(failed_outcome(part, error, settled=False, ended_s=now_s))
+            self._pool.replace(part)
         if expired and self._pool.all_stuck():
             _log.warning("%s", self._stuck_error())
-            for batch in self._queue.drain():
-                self._enter_outcome(failed_outcome(batch, self._stuck_error()))
+            for part in self._queue.drain():
+                self._enter_outcome(failed_outcome(part, self._stuck_error()))
 
     # --- small parts ---
 
-    def _cut(self, job: Job, *, is_load: bool) -> list[Batch]:
-        forced = frozenset[BlockKey]() if is_load else self._lookup.barred(job.keys)
-        return cut(job, self._terms.chunk_bytes, self._terms.limits, is_load=is_load, forced=forced)
+    def _cut(self, job: Job, *, is_load: bool) -> list[Part]:
+        forced = NONE_FORCED if is_load else self._lookup.barred(job.keys)
+        return cut(job, self._terms.most_chunks, is_load=is_load, forced=forced)
 
     def _refuse(self, job: Job, error: PdOffloadError, *, is_load: bool) -> None:
         """End `job` at once, without a thread."""
-        forced = frozenset[BlockKey]()
-        batch = Batch(job.job_id, is_load, job.keys, job.slots, forced)
-        self._book.begin(job, [batch], is_load=is_load, dropped=True)
-        self._enter_outcome(failed_outcome(batch, error))
+        part = Part(job.job_id, is_load, job.keys, job.slots)
+        self._book.begin(job, [part], is_load=is_load, dropped=True)
+        self._enter_outcome(failed_outcome(part, error))
 
     def _stuck_error(self) -> StorageError:
-        return StorageError(self._space.base, "all I/O threads hang in the file system", errno.EIO)
+        return StorageError(self._base, "all I/O threads hang in the file system", errno.EIO)
 
     def _degraded(self) -> str:
         if self._health.refusing:
@@ -272,17 +248,17 @@ class FsTier(Tier):
         return "stuck: all I/O threads hang in the file system" if self._pool.all_stuck() else ""
 
     def _now_s(self) -> float:
-        return self._context.clock.monotonic_s()
+        return self._terms.clock.monotonic_s()
 
     def _enter(self) -> None:
         self._require_own_process()
         if self._closed:
-            raise MisuseError(f"the fs tier at {self._space.base} is closed")
+            raise MisuseError(f"the fs tier at {self._base} is closed")
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise MisuseError(
-                f"the fs tier at {self._space.base} belongs to process {self._pid}; "
+                f"the fs tier at {self._base} belongs to process {self._pid}; "
                 "a forked child opens its own"
             )
 
@@ -293,12 +269,3 @@ class FsTier(Tier):
 
 def _is_gone(error: PdOffloadError) -> bool:
     return isinstance(error, StorageError) and error.errno == errno.ENOENT
-
-
-def _agent_maker(config: FsTierConfig, context: TierContext) -> MakeAgent:
-    backend = posix_backend(config)
-
-    def make(name: str) -> Agent:
-        return NixlAgent(name, [backend], clock=context.clock)
-
-    return make

@@ -6,13 +6,12 @@ import logging
 import threading
 from collections.abc import Callable
 
-import msgspec
-
 from pdoffload.errors import PdOffloadError, StorageError
-from pdoffload.tiers.batches import Batch, BatchQueue, Outcome, failed_outcome
 from pdoffload.tiers.fs_lane import Files, Lane, Terms
 from pdoffload.tiers.fs_load import load_batch
 from pdoffload.tiers.fs_store import store_batch
+from pdoffload.tiers.part_queue import PartQueue
+from pdoffload.tiers.parts import Batch, Outcome, Part
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +28,8 @@ class IoThread(threading.Thread):
         *,
         reader: bool,
         terms: Terms,
-        queue: BatchQueue,
-        report: Callable[[Outcome], None],
+        queue: PartQueue,
+        report: Callable[[list[Outcome]], None],
         took: Callable[[bool], object],
     ) -> None:
         super().__init__(name=name, daemon=True)
@@ -49,16 +48,15 @@ class IoThread(threading.Thread):
     def run(self) -> None:
         try:
             while not self.retiring:
-                batch = self._queue.take(reader=self.reader)
-                if batch is None:
+                parts = self._queue.take(reader=self.reader)
+                if not parts:
                     break
-                self.current = batch
-                batch.started_s = self._terms.clock.monotonic_s()
                 self._took(self.reader)
-                self._run_batch(batch)
-                self.current = None
-                if self.reader and not batch.is_load:
+                self.current = Batch(parts, self._terms.clock.monotonic_s())
+                self._run_batch(self.current)
+                if self.reader and not self.current.is_load:
                     self._queue.stored()
+                self.current = None
         finally:
             self._drop_lane()
 
@@ -68,25 +66,28 @@ class IoThread(threading.Thread):
             if self._lane is None:
                 self._lane = Lane(self._terms, self.name)
             work = load_batch if batch.is_load else store_batch
-            outcome = work(self._terms, self._lane, batch, files)
+            work(self._terms, self._lane, batch, files)
             sound = not self._lane.failed
         except BaseException as error:  # noqa: BLE001
             # The seam where anything at all, a SystemExit out of a plugin included, becomes the
-            # batch's result: nobody else would ever tell its job, and the thread has to go on.
-            now_s = self._terms.clock.monotonic_s()
-            outcome = failed_outcome(batch, _as_ours(batch, error), ended_s=now_s)
+            # batch's result: nobody else would ever tell its jobs, and the thread has to go on.
+            batch.fail_rest(_as_ours(batch, error))
             sound = False
         told = not sound and self._lane is not None and self._lane.in_flight
         if told:
-            self._report(msgspec.structs.replace(outcome, settled=False))
-            outcome = Outcome(batch=batch)
+            self._tell(batch, settled=False)
         if sound or self._drop_lane():
             files.close()
-            self._report(outcome)
+            self._tell(batch, settled=True)
             return
         files.abandon()
         if not told:
-            self._report(msgspec.structs.replace(outcome, settled=False))
+            self._tell(batch, settled=False)
+
+    def _tell(self, batch: Batch, *, settled: bool) -> None:
+        ended_s = self._terms.clock.monotonic_s()
+        chunk_bytes = self._terms.format.chunk_bytes
+        self._report(batch.outcomes(chunk_bytes, settled=settled, ended_s=ended_s))
 
     def _drop_lane(self) -> bool:
         """Close the agent, if there is one, when nothing is in flight. False if something stays so."""
@@ -116,11 +117,11 @@ class IoPool:
     def __init__(
         self,
         terms: Terms,
-        queue: BatchQueue,
+        queue: PartQueue,
         *,
         num_readers: int,
         num_writers: int,
-        report: Callable[[Outcome], None],
+        report: Callable[[list[Outcome]], None],
     ) -> None:
         self._terms = terms
         self._queue = queue
@@ -164,21 +165,23 @@ class IoPool:
             self._threads.append(thread)
             thread.start()
 
-    def replace(self, batch: Batch) -> None:
-        """The thread at work on `batch` is stuck: let another one take its place, within the bound."""
+    def replace(self, part: Part) -> None:
+        """The thread at work on `part` is stuck: let another one take its place, within the bound."""
         threads = self.threads()
         stuck = sum(thread.retiring for thread in threads)
         for thread in threads:
-            if thread.current is batch and not thread.retiring and stuck < MAX_STUCK:
-                thread.retiring = True
-                self.grow(thread.reader)
+            batch = thread.current
+            if batch is None or part not in batch.parts or thread.retiring or stuck >= MAX_STUCK:
+                continue
+            thread.retiring = True
+            self.grow(thread.reader)
 
     def all_stuck(self) -> bool:
         """Every thread there may be hangs in work whose deadline has passed."""
         threads = [thread for thread in self.threads() if not thread.retiring]
-        if len(threads) < sum(self._most.values()):
-            return False
-        return all(thread.current is not None and thread.current.expired for thread in threads)
+        return len(threads) >= sum(self._most.values()) and all(
+            (batch := thread.current) is not None and batch.parts[0].expired for thread in threads
+        )
 
     def close(self, *, timeout_s: float) -> list[IoThread]:
         """Stop all threads after their present batch; those that live after `timeout_s`. Idempotent.

@@ -10,24 +10,26 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.completion import Patience
-from pdoffload.agent.descriptors import Descriptors, MemoryKind
+from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
-from pdoffload.errors import DeadlineExceeded, TransferError
+from pdoffload.errors import DeadlineExceeded, PdOffloadError, TransferError
 from pdoffload.memory.host import HostRegion
 from pdoffload.tiers.base import Verify
-from pdoffload.tiers.batches import Batch, Limits
-from pdoffload.tiers.chunkfile import TRAILER_BYTES
+from pdoffload.tiers.chunkfile import TRAILER_BYTES, ChunkFormat
+from pdoffload.tiers.parts import Batch
 from pdoffload.tiers.paths import Namespace
 from pdoffload.tiers.quota import Quota
 from pdoffload.tiers.writer import WriterDir
 
 _log = logging.getLogger(__name__)
 
+_FIRST_SLEEP_S = 50e-6
+_LATER_SLEEP_S = 1e-3
+_LONGEST_SLEEP_S = 20e-3
 _CLOSE_S = 1.0
 """For the I/O of a request that an agent lost sight of."""
 
@@ -43,8 +45,11 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     quota: Quota | None
     make_agent: MakeAgent
     verify: Verify
-    fingerprint: bytes
-    limits: Limits
+    format: ChunkFormat
+    sound_sizes: tuple[int, ...]
+    """Sizes of a file whose chunk may be loaded."""
+    most_chunks: int
+    """Of one request."""
     shows_holes: bool
     """The file system tells which parts of a file were never written."""
     open_flags: int
@@ -54,20 +59,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     clock: Clock
 
-    @property
-    def chunk_bytes(self) -> int:
-        return self.region.geometry.chunk_bytes
-
-    @property
-    def file_bytes(self) -> int:
-        return self.chunk_bytes + TRAILER_BYTES
-
-    @property
-    def sound_sizes(self) -> tuple[int, ...]:
-        """Sizes of a file whose chunk may be loaded."""
-        if self.verify is Verify.ALWAYS:
-            return (self.file_bytes,)
-        return (self.file_bytes, self.chunk_bytes)
+    def time_left_s(self, batch: Batch) -> float:
+        """Seconds until the deadline of `batch`."""
+        return batch.started_s + self.timeout_s - self.clock.monotonic_s()
 
 
 class Files:
@@ -122,10 +116,11 @@ class Lane:
 
     def __init__(self, terms: Terms, name: str) -> None:
         self._terms = terms
-        pages = terms.limits.chunks
-        self.memory = mmap.mmap(-1, pages * TRAILER_BYTES)
+        self.memory = mmap.mmap(-1, terms.most_chunks * TRAILER_BYTES)
         """Page i is for the trailer of the i-th chunk."""
         self._address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
+        self._chunk_s = 0.0
+        """What a chunk took lately."""
         self.transfer: Transfer | None = None
         """The last one."""
         self.agent = terms.make_agent(name)
@@ -138,26 +133,20 @@ class Lane:
 
     def move(
         self, op: Op, batch: Batch, files: Files, slots: Sequence[int], bare: Sequence[bool]
-    ) -> Transfer:
+    ) -> PdOffloadError | None:
         """Move `slots[i]` <-> the i-th open file, and page i <-> its trailer unless `bare[i]`.
 
-        Returns a transfer that is DONE or FAILED. Raises the transfer's error where bytes may still
-        move, `DeadlineExceeded` before anything moved, and what the agent raises.
+        Returns None, or the error of a transfer that failed and is over: which chunk it was nobody tells.
+        Raises the error where bytes may still move, `DeadlineExceeded` before anything moved, and what
+        the agent raises.
         """
         terms = self._terms
-        left_s = time_left_s(terms, batch)
+        left_s = terms.time_left_s(batch)
         if left_s <= 0:
             raise DeadlineExceeded(batch.what, terms.timeout_s)
-        chunk_bytes = terms.chunk_bytes
-        fds = np.array(list(files.open), dtype=np.uint64)
-        tailed = np.flatnonzero(~np.array(bare, dtype=np.bool_))
-        addresses = np.array(slots, dtype=np.uint64) * chunk_bytes + terms.region.address
-        pages = tailed * TRAILER_BYTES + self._address
-        local = _rows(addresses, chunk_bytes, 0, pages, 0)
-        remote = _rows(
-            np.zeros_like(fds), chunk_bytes, fds, np.full_like(tailed, chunk_bytes), fds[tailed]
-        )
-        region = self.agent.register_files(list(files.open), [terms.file_bytes] * len(files.open))
+        fds = list(files.open)
+        region = self.agent.register_files(fds, [terms.format.file_bytes] * len(fds))
+        local, remote = self._sides(fds, slots, bare)
         self.transfer = transfer = self.agent.submit(
             op,
             Descriptors(MemoryKind.DRAM, local),
@@ -165,11 +154,49 @@ class Lane:
             timeout_s=left_s,
             what=batch.what,
         )
-        self.agent.wait(transfer)
+        self._wait(transfer, len(fds))
         if not transfer.settled:
             raise transfer.error or TransferError(transfer.what)
         region.release()
-        return transfer
+        return transfer.error
+
+    def _sides(
+        self, fds: list[int], slots: Sequence[int], bare: Sequence[bool]
+    ) -> tuple[Rows, Rows]:
+        """Rows of memory and of files: one per chunk, then one per trailer."""
+        chunk_bytes, chunks = self._terms.format.chunk_bytes, len(fds)
+        tailed = np.flatnonzero(~np.array(bare, dtype=np.bool_)) if any(bare) else np.arange(chunks)
+        local = np.zeros((chunks + len(tailed), 3), dtype=np.uint64)
+        remote = np.zeros_like(local)
+        local[:chunks, 0] = slots
+        local[:chunks, 0] *= np.uint64(chunk_bytes)
+        local[:chunks, 0] += np.uint64(self._terms.region.address)
+        local[chunks:, 0] = tailed * TRAILER_BYTES + self._address
+        remote[:chunks, 2] = fds
+        remote[chunks:, 2] = remote[tailed, 2]
+        remote[chunks:, 0] = chunk_bytes
+        for rows in (local, remote):
+            rows[:chunks, 1] = chunk_bytes
+            rows[chunks:, 1] = TRAILER_BYTES
+        return local, remote
+
+    def _wait(self, transfer: Transfer, chunks: int) -> None:
+        """Until `transfer` leaves RUNNING; its deadline bounds it.
+
+        A disk takes milliseconds, and its pace is known: sleep through most of it, then look now and
+        then. The agent's own `wait` spins first, which pays for copies between memories.
+        """
+        clock = self._terms.clock
+        started_s = clock.monotonic_s()
+        expected_s = self._chunk_s * chunks
+        sleep_s = min(0.7 * expected_s, _LONGEST_SLEEP_S)
+        while transfer.state is TransferState.RUNNING:
+            self.agent.poll()
+            if transfer.state is TransferState.RUNNING:
+                clock.sleep(max(sleep_s, _FIRST_SLEEP_S))
+                sleep_s = min(max(expected_s / 8, sleep_s / 4), _LATER_SLEEP_S)
+        took_s = (clock.monotonic_s() - started_s) / chunks
+        self._chunk_s = (self._chunk_s + took_s) / 2
 
     @property
     def in_flight(self) -> bool:
@@ -191,31 +218,6 @@ class Lane:
     def close(self) -> bool:
         """Give the agent back. False where bytes may still move: they are left to the kernel."""
         return not self.agent.close(timeout_s=_CLOSE_S)
-
-
-def _rows(
-    chunk_starts: npt.NDArray[np.uint64],
-    chunk_bytes: int,
-    chunk_devices: npt.NDArray[np.uint64] | int,
-    tail_starts: npt.NDArray[np.integer],
-    tail_devices: npt.NDArray[np.uint64] | int,
-) -> npt.NDArray[np.uint64]:
-    """One side of a batch: a row per chunk, then a row per trailer."""
-    chunks = len(chunk_starts)
-    rows = np.empty((chunks + len(tail_starts), 3), dtype=np.uint64)
-    rows[:chunks, 0] = chunk_starts
-    rows[:chunks, 1] = chunk_bytes
-    rows[:chunks, 2] = chunk_devices
-    rows[chunks:, 0] = tail_starts
-    rows[chunks:, 1] = TRAILER_BYTES
-    rows[chunks:, 2] = tail_devices
-    return rows
-
-
-def time_left_s(terms: Terms, batch: Batch) -> float:
-    """Seconds until the deadline of `batch`."""
-    assert batch.started_s is not None
-    return batch.started_s + terms.timeout_s - terms.clock.monotonic_s()
 
 
 def remove_quietly(path: str) -> None:

@@ -6,108 +6,88 @@ import errno
 import os
 
 from pdoffload.agent.agent import Op
-from pdoffload.agent.transfer import TransferState
 from pdoffload.errors import PdOffloadError, StorageError, StorageFull
-from pdoffload.layout import BlockKey
 from pdoffload.tiers.base import Verify
-from pdoffload.tiers.batches import Batch, Outcome
-from pdoffload.tiers.chunkfile import TRAILER_BYTES, Trailer, pack
-from pdoffload.tiers.fs_lane import Files, Lane, Terms, time_left_s
+from pdoffload.tiers.chunkfile import TRAILER_BYTES
+from pdoffload.tiers.fs_lane import Files, Lane, Terms
+from pdoffload.tiers.parts import Batch
 from pdoffload.tiers.paths import is_chunk_file
-from pdoffload.tiers.quota import Quota
 
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
-Failed = list[tuple[BlockKey, PdOffloadError]]
-Chunk = tuple[BlockKey, int, str]
-"""Key, slot, final path."""
+Numbers = list[int]
+"""Chunks, by their number in the batch."""
 
 
-def store_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> Outcome:
-    """Store what is not there yet. Raises what `Lane.move` raises; chunk by chunk failures are values."""
-    failed: Failed = []
-    wanted = _absent(terms, batch)
-    already_present = len(batch.keys) - len(wanted)
-    fitting = _that_fit_the_disk(terms, wanted, failed) if wanted else wanted
-    reserved_bytes = stored = 0
-    if terms.quota is not None and fitting:
-        reserved_bytes = _reserve(terms, terms.quota, batch, fitting)
+def store_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
+    """Store what is not there yet, and enter into `batch` how it goes with each chunk.
+
+    Raises what `Lane.move` raises, and `StorageFull` if the quota has no room; the chunks that have no
+    entry then are the caller's to fail.
+    """
+    paths = [terms.space.path(key) for key in batch.keys]
+    wanted = _absent(terms, batch, paths)
+    if not wanted:
+        return
+    wanted = _that_fit_the_disk(terms, batch, wanted)
+    quota, reserved_bytes = terms.quota, len(wanted) * terms.format.file_bytes
+    if quota is not None and not quota.reserve(reserved_bytes, timeout_s=terms.time_left_s(batch)):
+        reason = f"no room for {reserved_bytes} bytes in {quota!r}"
+        raise StorageFull(terms.space.base, reason, errno.EDQUOT)
     try:
-        opened = _open_all(terms, fitting, files, failed)
-        stored = _write_all(terms, lane, batch, opened, files, failed) if opened else 0
+        opened = _open_all(terms, batch, wanted, paths, files)
+        if opened:
+            _write_all(terms, lane, batch, opened, paths, files)
     finally:
-        if terms.quota is not None:
-            terms.quota.wrote(stored * terms.file_bytes, reserved_bytes=reserved_bytes)
-    return Outcome(
-        batch=batch,
-        failed=tuple(failed),
-        moved_bytes=stored * terms.chunk_bytes,
-        already_present=already_present,
-        ended_s=terms.clock.monotonic_s(),
-    )
+        if quota is not None:
+            written_bytes = sum(batch.moved) * terms.format.file_bytes
+            quota.wrote(written_bytes, reserved_bytes=reserved_bytes)
 
 
-def _absent(terms: Terms, batch: Batch) -> list[Chunk]:
-    """The chunks of `batch` that have no sound file yet."""
-    sizes = terms.sound_sizes
+def _absent(terms: Terms, batch: Batch, paths: list[str]) -> Numbers:
+    """The chunks that have no sound file yet; the others are entered as present."""
+    forced = batch.forced()
     wanted = []
-    for key, slot in zip(batch.keys, batch.slots, strict=True):
-        path = terms.space.path(key)
-        if key not in batch.forced:
-            try:
-                if is_chunk_file(os.stat(path), sizes):
-                    continue
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                if error.errno != errno.ENOTDIR:
-                    raise
-        wanted.append((key, slot, path))
+    for number, path in enumerate(paths):
+        if os.access(path, os.F_OK) and batch.keys[number] not in forced:
+            batch.present[number] = is_chunk_file(os.stat(path), terms.sound_sizes)
+        if not batch.present[number]:
+            wanted.append(number)
     return wanted
 
 
-def _that_fit_the_disk(terms: Terms, wanted: list[Chunk], failed: Failed) -> list[Chunk]:
-    """The first chunks of `wanted`, as many as leave `min_free_bytes` on the disk."""
+def _that_fit_the_disk(terms: Terms, batch: Batch, wanted: Numbers) -> Numbers:
+    """The first of `wanted`, as many as leave `min_free_bytes` on the disk; the others have failed."""
     free_bytes = _free_bytes(terms)
-    count = max(0, free_bytes - terms.min_free_bytes) // terms.file_bytes
+    count = max(0, free_bytes - terms.min_free_bytes) // terms.format.file_bytes
     if count < len(wanted):
         reason = f"{free_bytes} bytes free, and min_free_bytes is {terms.min_free_bytes}"
         full = StorageFull(terms.space.base, reason, errno.ENOSPC)
-        failed += [(key, full) for key, _, _ in wanted[count:]]
+        batch.errors.update(dict.fromkeys(wanted[count:], full))
     return wanted[:count]
-
-
-def _reserve(terms: Terms, quota: Quota, batch: Batch, wanted: list[Chunk]) -> int:
-    """Bytes of the quota set aside for `wanted`. Raises `StorageFull` if there is no room in time."""
-    size_bytes = len(wanted) * terms.file_bytes
-    if not quota.reserve(size_bytes, timeout_s=time_left_s(terms, batch)):
-        raise StorageFull(
-            terms.space.base, f"no room for {size_bytes} bytes in {quota!r}", errno.EDQUOT
-        )
-    return size_bytes
 
 
 def _free_bytes(terms: Terms) -> int:
     try:
         status = os.statvfs(terms.space.base)
     except FileNotFoundError:
-        # Somebody removed the namespace; it is made again when the first file is published.
+        # Somebody removed the namespace; it is made again when the first file is opened.
         status = os.statvfs(os.path.dirname(terms.space.root_dir))
     return status.f_bavail * status.f_frsize
 
 
-def _open_all(terms: Terms, wanted: list[Chunk], files: Files, failed: Failed) -> list[Chunk]:
+def _open_all(
+    terms: Terms, batch: Batch, wanted: Numbers, paths: list[str], files: Files
+) -> Numbers:
     """An unfinished file of the final length for each chunk, in this order in `files`."""
     opened = []
-    for chunk in wanted:
+    for number in wanted:
         try:
             _open_one(terms, files)
         except OSError as error:
-            failed.append((chunk[0], _storage_error(terms, error, chunk[2])))
-        except StorageError as error:
-            failed.append((chunk[0], error))
+            batch.errors[number] = _storage_error(terms, error, paths[number])
         else:
-            opened.append(chunk)
+            opened.append(number)
     return opened
 
 
@@ -125,38 +105,34 @@ def _open_one(terms: Terms, files: Files) -> None:
             os.fchmod(fd, terms.space.file_mode)
         # The final length first: no write has to extend the file, which file systems do one at a
         # time, and a limit on file sizes shows here, by key.
-        os.ftruncate(fd, terms.file_bytes)
+        os.ftruncate(fd, terms.format.file_bytes)
     except OSError:
         files.close_one(fd)
         raise
 
 
 def _write_all(
-    terms: Terms, lane: Lane, batch: Batch, chunks: list[Chunk], files: Files, failed: Failed
-) -> int:
-    """Write and publish; how many were stored."""
-    for number, (key, slot, _) in enumerate(chunks):
+    terms: Terms, lane: Lane, batch: Batch, opened: Numbers, paths: list[str], files: Files
+) -> None:
+    slots = [batch.slots[number] for number in opened]
+    for place, (number, slot) in enumerate(zip(opened, slots, strict=True)):
         digest = None if terms.verify is Verify.OFF else terms.region.checksum(slot)
-        start = number * TRAILER_BYTES
-        trailer = Trailer(key, terms.chunk_bytes, terms.fingerprint, digest)
-        lane.memory[start : start + TRAILER_BYTES] = pack(trailer)
-    slots = [slot for _, slot, _ in chunks]
-    transfer = lane.move(Op.WRITE, batch, files, slots, [False] * len(slots))
-    lost = transfer.error if transfer.state is not TransferState.DONE else None
-    stored = 0
-    for fd, (key, _, path) in zip(tuple(files.open), chunks, strict=True):
+        start = place * TRAILER_BYTES
+        lane.memory[start : start + TRAILER_BYTES] = terms.format.pack(batch.keys[number], digest)
+    lost = lane.move(Op.WRITE, batch, files, slots, [False] * len(slots))
+    for fd, number in zip(tuple(files.open), opened, strict=True):
+        path = paths[number]
         try:
             _require_whole(terms, fd, path, lost)
             if terms.fsync:
                 os.fsync(fd)
             _publish(terms, files, fd, path)
         except OSError as error:
-            failed.append((key, _storage_error(terms, error, path)))
+            batch.errors[number] = _storage_error(terms, error, path)
         except StorageError as error:
-            failed.append((key, error))
+            batch.errors[number] = error
         else:
-            stored += 1
-    return stored
+            batch.moved[number] = True
 
 
 def _require_whole(terms: Terms, fd: int, path: str, lost: PdOffloadError | None) -> None:
@@ -165,11 +141,11 @@ def _require_whole(terms: Terms, fd: int, path: str, lost: PdOffloadError | None
     A request tells that one of its writes failed, not which, and a NIXL before 1.5 counts a short write
     as done. What was not written is a hole in the file, whose length was set before.
     """
-    whole = os.lseek(fd, 0, os.SEEK_HOLE) == terms.file_bytes
+    whole = os.lseek(fd, 0, os.SEEK_HOLE) == terms.format.file_bytes
     if whole and (lost is None or terms.shows_holes):
         return
     # The reason does not reach us through NIXL: ask for the same space again. The file goes anyway.
-    os.posix_fallocate(fd, 0, terms.file_bytes)
+    os.posix_fallocate(fd, 0, terms.format.file_bytes)
     raise StorageError(path, f"not written whole: {lost or 'a short write'}", errno.EIO)
 
 

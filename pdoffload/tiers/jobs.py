@@ -1,6 +1,6 @@
 """The books of a tier's owner: jobs from their verb to their result, and the counters. Pure.
 
-begin --> batches run --> all have ended or expired --> JobResult --> the unsettled have settled --> Settled
+begin --> parts run --> all have ended or expired --> JobResult --> the unsettled have settled --> Settled
                                                            '--- (all settled: nothing follows) ---'
 """
 
@@ -12,30 +12,30 @@ from collections.abc import Iterable, Sequence
 from pdoffload.errors import CorruptChunk, DeadlineExceeded, MisuseError, PdOffloadError
 from pdoffload.layout import BlockKey
 from pdoffload.tiers.base import Job, JobResult, Settled, TierStats
-from pdoffload.tiers.batches import Batch, Outcome
+from pdoffload.tiers.parts import Outcome, Part
 
 
 class LiveJob:
     """What is known of one job so far."""
 
     __slots__ = (
-        "batches",
         "dropped",
         "failed",
         "is_load",
         "job",
         "outcomes",
+        "parts",
         "result",
         "unsettled",
     )
 
-    def __init__(self, job: Job, batches: Iterable[Batch], *, is_load: bool, dropped: bool) -> None:
+    def __init__(self, job: Job, parts: Iterable[Part], *, is_load: bool, dropped: bool) -> None:
         self.job = job
         self.is_load = is_load
         self.dropped = dropped
-        self.batches = set(batches)
+        self.parts = set(parts)
         """Those that have not ended."""
-        self.unsettled: set[Batch] = set()
+        self.unsettled: set[Part] = set()
         self.failed: list[tuple[BlockKey, PdOffloadError]] = []
         self.outcomes: list[Outcome] = []
         self.result: JobResult | None = None
@@ -53,7 +53,7 @@ class JobBook:
         return f"<JobBook {len(self._jobs)} live jobs, {len(self.news)} news>"
 
     def begin(
-        self, job: Job, batches: Sequence[Batch], *, is_load: bool, dropped: bool = False
+        self, job: Job, parts: Sequence[Part], *, is_load: bool, dropped: bool = False
     ) -> None:
         """A job was taken on. `dropped`: only to fail at once, and a store then counts as dropped.
 
@@ -63,44 +63,44 @@ class JobBook:
             raise MisuseError(f"job {job.job_id} is live already")
         if len(job.keys) != len(job.slots):
             raise MisuseError(f"job {job.job_id}: {len(job.keys)} keys, {len(job.slots)} slots")
-        live = LiveJob(job, batches, is_load=is_load, dropped=dropped)
+        live = LiveJob(job, parts, is_load=is_load, dropped=dropped)
         self._jobs[job.job_id] = live
-        if not batches:
+        if not parts:
             self._tell(live)
 
-    def late(self, now_s: float, timeout_s: float) -> list[Batch]:
-        """Batches that were begun `timeout_s` ago or earlier and have not ended."""
+    def late(self, now_s: float, timeout_s: float) -> list[Part]:
+        """Parts that were begun `timeout_s` ago or earlier and have not ended."""
         return [
-            batch
+            part
             for live in self._jobs.values()
-            for batch in live.batches
-            if batch.started_s is not None and now_s - batch.started_s >= timeout_s
+            for part in live.parts
+            if part.started_s is not None and now_s - part.started_s >= timeout_s
         ]
 
-    def begun(self) -> list[Batch]:
-        """Batches that have not ended."""
-        return [batch for live in self._jobs.values() for batch in live.batches]
+    def begun(self) -> list[Part]:
+        """Parts that have not ended."""
+        return [part for live in self._jobs.values() for part in live.parts]
 
     def take_in(self, outcome: Outcome) -> LiveJob | None:
-        """Enter how a batch ended. Its job, if this made its result."""
-        batch = outcome.batch
-        live = self._jobs.get(batch.job_id)
-        if live is not None and batch in live.unsettled:
+        """Enter how a part ended. Its job, if this made its result."""
+        part = outcome.part
+        live = self._jobs.get(part.job_id)
+        if live is not None and part in live.unsettled:
             if outcome.settled:
-                live.unsettled.remove(batch)
+                live.unsettled.remove(part)
                 if live.result is not None and not live.unsettled:
-                    self.news.append(Settled(batch.job_id))
-                    del self._jobs[batch.job_id]
+                    self.news.append(Settled(part.job_id))
+                    del self._jobs[part.job_id]
             return None
-        if live is None or batch not in live.batches:
-            raise MisuseError(f"{batch!r} ended twice")
-        live.batches.remove(batch)
+        if live is None or part not in live.parts:
+            raise MisuseError(f"{part!r} ended twice")
+        live.parts.remove(part)
         live.failed += outcome.failed
         live.outcomes.append(outcome)
         if not outcome.settled:
-            live.unsettled.add(batch)
+            live.unsettled.add(part)
         self._count(outcome)
-        if live.batches:
+        if live.parts:
             return None
         self._tell(live)
         return live
@@ -108,7 +108,7 @@ class JobBook:
     def _tell(self, live: LiveJob) -> None:
         outcomes, job = live.outcomes, live.job
         bad = {key for key, _ in live.failed}
-        starts = [o.batch.started_s for o in outcomes if o.batch.started_s is not None]
+        starts = [o.part.started_s for o in outcomes if o.part.started_s is not None]
         live.result = JobResult(
             job_id=job.job_id,
             succeeded=tuple(key for key in job.keys if key not in bad) if bad else job.keys,
@@ -126,9 +126,9 @@ class JobBook:
             del self._jobs[job.job_id]
 
     def _count(self, outcome: Outcome) -> None:
-        counts, batch = self._counts, outcome.batch
-        done = len(batch.keys) - len(outcome.failed)
-        if batch.is_load:
+        counts, part = self._counts, outcome.part
+        done = len(part.keys) - len(outcome.failed)
+        if part.is_load:
             counts["loaded_chunks"] += done
             counts["verified_chunks"] += outcome.verified
             counts["vanished_chunks"] += outcome.vanished
@@ -145,12 +145,12 @@ class JobBook:
     def stats(self, *, degraded: str) -> TierStats:
         """The counters, and the gauges as they stand."""
         jobs = self._jobs.values()
-        held = (batch for live in jobs if live.result for batch in live.unsettled)
+        held = (part for live in jobs if live.result for part in live.unsettled)
         waiting = (
-            live for live in jobs if live.batches and all(b.started_s is None for b in live.batches)
+            live for live in jobs if live.parts and all(b.started_s is None for b in live.parts)
         )
         return TierStats(
-            quarantined_slots=sum(len(batch.slots) for batch in held),
+            quarantined_slots=sum(len(part.slots) for part in held),
             queued_jobs=sum(not live.outcomes for live in waiting),
             degraded=degraded,
             **self._counts,
@@ -160,8 +160,8 @@ class JobBook:
         """Prove that every live job still has something to wait for; for tests."""
         for number, live in self._jobs.items():
             assert number == live.job.job_id
-            assert live.unsettled if live.result else live.batches
-            assert not live.batches & live.unsettled
+            assert live.unsettled if live.result else live.parts
+            assert not live.parts & live.unsettled
         assert all(count >= 0 for count in self._counts.values())
 
 

@@ -1,4 +1,4 @@
-"""What the file system under a namespace and NIXL's POSIX plugin can do, found out at start."""
+"""The start of the fs tier: settings tried out on this machine, until only I/O threads are missing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,73 @@ from typing import Literal
 
 import msgspec
 
+from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import PosixBackend
-from pdoffload.agent.nixl import probe
+from pdoffload.agent.nixl import NixlAgent, probe
 from pdoffload.config import FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import PAGE_BYTES
-from pdoffload.tiers.batches import Limits
-from pdoffload.tiers.paths import Namespace
-from pdoffload.tiers.writer import WriterDir
+from pdoffload.tiers.base import TierContext, Verify
+from pdoffload.tiers.chunkfile import ChunkFormat
+from pdoffload.tiers.fs_lane import MakeAgent, Terms
+from pdoffload.tiers.paths import Namespace, open_namespace
+from pdoffload.tiers.quota import Quota
+from pdoffload.tiers.writer import WriterDir, sweep
 
 _log = logging.getLogger(__name__)
 
 Queue = Literal["uring", "aio", "posix_aio"]
 _QUEUES: tuple[Queue, ...] = ("uring", "aio", "posix_aio")
-_MAX_BATCH_CHUNKS = 64
-_MAX_BATCH_BYTES = 32 << 20
-_MAX_IOS = 2 * _MAX_BATCH_CHUNKS
-"""A chunk and its trailer each."""
+_MAX_REQUEST_CHUNKS = 32
+_MAX_REQUEST_BYTES = 32 << 20
+_MAX_IOS = 2 * _MAX_REQUEST_CHUNKS
+"""A chunk and its trailer each; as many as the plugin submits at once."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What `prepare` arrived at."""
+
+    terms: Terms
+    num_readers: int
+    num_writers: int
+
+
+def prepare(
+    config: FsTierConfig, context: TierContext, *, rank: int, make_agent: MakeAgent | None
+) -> Start:
+    """Try everything out, make folders, and sweep. Raises `ConfigError` before a thread is started."""
+    make_agent = make_agent or _agent_maker(config, context)
+    space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
+    sweep(space, context.clock)
+    writer = WriterDir(space)
+    abilities = probe_files(config, space, writer, context.region.address)
+    form = ChunkFormat(context.region.geometry.chunk_bytes, context.run_config.fingerprint)
+    most_chunks, most_threads = request_limits(
+        form.chunk_bytes, max(config.n_read_threads, config.n_write_threads)
+    )
+    quota = None if config.max_bytes is None else Quota(space, config.max_bytes, context.clock)
+    terms = Terms(
+        region=context.region,
+        space=space,
+        writer=writer,
+        quota=quota,
+        make_agent=make_agent,
+        verify=context.verify,
+        format=form,
+        sound_sizes=_sound_sizes(form, context.verify),
+        most_chunks=most_chunks,
+        shows_holes=abilities.shows_holes,
+        open_flags=abilities.open_flags,
+        fsync=config.fsync,
+        min_free_bytes=config.min_free_bytes,
+        timeout_s=context.transfer_timeout_s,
+        clock=context.clock,
+    )
+    return Start(
+        terms,
+        num_readers=min(config.n_read_threads, most_threads),
+        num_writers=min(config.n_write_threads, most_threads),
+    )
 
 
 class Abilities(msgspec.Struct, frozen=True):
@@ -102,13 +152,27 @@ def posix_backend(config: FsTierConfig) -> PosixBackend:
     raise ConfigError([f"io: {config.io!r} is not usable here: {'; '.join(reasons)}"])
 
 
-def batch_limits(num_threads: int) -> tuple[Limits, int]:
-    """How much one batch holds, and how many I/O threads each side may have.
+def request_limits(chunk_bytes: int, num_threads: int) -> tuple[int, int]:
+    """How many chunks one request carries, and how many I/O threads each side may have.
 
     All threads together use at most half of the file descriptors the process may open.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
-    chunks = max(4, min(_MAX_BATCH_CHUNKS, soft // 64))
-    return Limits(chunks, _MAX_BATCH_BYTES), max(1, min(num_threads, soft // 4 // chunks))
+    chunks = max(1, min(_MAX_REQUEST_CHUNKS, _MAX_REQUEST_BYTES // chunk_bytes, soft // 64))
+    return chunks, max(1, min(num_threads, soft // 4 // chunks))
+
+
+def _sound_sizes(form: ChunkFormat, verify: Verify) -> tuple[int, ...]:
+    """Sizes of a file whose chunk may be loaded; a bare one carries no checksum."""
+    return (form.file_bytes,) if verify is Verify.ALWAYS else (form.file_bytes, form.chunk_bytes)
+
+
+def _agent_maker(config: FsTierConfig, context: TierContext) -> MakeAgent:
+    backend = posix_backend(config)
+
+    def make(name: str) -> Agent:
+        return NixlAgent(name, [backend], clock=context.clock)
+
+    return make
