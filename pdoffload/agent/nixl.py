@@ -262,6 +262,7 @@ def _load() -> Any:
     except (ImportError, OSError) as error:
         reason = f"NIXL cannot be imported ({error}); get it by: pip install pdoffload[nixl]"
         raise BackendUnusable("import", reason) from error
+    _keep_rdma_out_of_a_machine_without_it()
     # It logs to standard output, where reports and JSON go, and greets there for every agent.
     logger = logging.getLogger("nixl")
     for handler in logger.handlers:
@@ -270,6 +271,21 @@ def _load() -> Any:
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
     return api
+
+
+def _keep_rdma_out_of_a_machine_without_it() -> None:
+    """Tell UCX not to load its InfiniBand module where the kernel has no such device.
+
+    That module brings in the system's RDMA libraries, and with them a second libnl beside the one in
+    NIXL's wheel; both clean up at exit, and the process dies with SIGSEGV after its work is done. An
+    operator's own UCX_MODULES stands.
+    """
+    try:
+        has_rdma = bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        has_rdma = False
+    if not has_rdma:
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def _version() -> tuple[int, int]:

@@ -114,7 +114,7 @@ class NixlOffloadingManager(OffloadingManager):
         self.tiering.plan.request_finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._poll_once_per_step()
+        self.tiering.poll()
         self._polled = False
         self.tiering.flush()
         for request_id in context.new_req_ids:

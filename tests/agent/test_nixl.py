@@ -277,3 +277,22 @@ def test_a_finished_transfer_is_not_asked_about_again() -> None:
         other.wait(running)
     for each in (agent, other):
         assert each.close() == []
+
+
+def test_without_an_rdma_device_its_libraries_stay_out_of_the_process() -> None:
+    """They bring a second libnl, and a process with two of them crashes at exit."""
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        pytest.skip("this machine has an RDMA device, whose libraries are needed")
+    program = (
+        "from pdoffload.agent.backends import UcxBackend\n"
+        "from pdoffload.agent.nixl import NixlAgent\n"
+        "NixlAgent('a', [UcxBackend()])\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print('libucp' in maps, 'libibverbs' in maps, 'libnl-route' in maps)\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "UCX_MODULES"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False", "False"]
