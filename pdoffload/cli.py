@@ -17,7 +17,7 @@ import pdoffload
 from pdoffload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdoffload.launch import Checked
+    from pdoffload.config.launch import Checked
 
 EXIT_PROBLEMS = 2
 _WIDE = 200
@@ -83,7 +83,7 @@ def check_config(
     ],
 ) -> None:
     """Check a configuration in full. Exit status: 0 right, 2 problems, one line each."""
-    from pdoffload.launch import check_text
+    from pdoffload.config.launch import check_text
 
     try:
         checked = check_text(_read_source(source))
@@ -137,8 +137,8 @@ def list_keys(
     ] = False,
 ) -> None:
     """List every key with its default, what is allowed, and what it means."""
-    from pdoffload import reference
-    from pdoffload.settings import keys_of
+    from pdoffload.config import reference
+    from pdoffload.config.reading import keys_of
 
     if markdown:
         typer.echo(reference.markdown(), nl=False)

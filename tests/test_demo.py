@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from pdoffload import demo
+from pdoffload.config.launch import check_text
 from pdoffload.demo.report import Report
 from pdoffload.demo.scenario import ChunkFiles, kv_transfer_config
 from pdoffload.demo.verdict import Result, Step, judge
-from pdoffload.launch import check_text
 from pdoffload.testing.clock import FakeClock
 from pdoffload.testing.openai_api import Completion, Metrics
 

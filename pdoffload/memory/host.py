@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from pdoffload.clock import SYSTEM_CLOCK, Clock
+from pdoffload.config.reading import size_text
 from pdoffload.errors import ConfigError, MisuseError, StorageError
 from pdoffload.layout import PAGE_BYTES, Geometry, round_up
 from pdoffload.memory.rendezvous import (
@@ -35,7 +36,6 @@ from pdoffload.memory.rendezvous import (
     room_for,
     sweep_dead,
 )
-from pdoffload.settings import size_text
 
 __all__ = ["HostRegion", "SlotStatus", "sweep_dead"]
 

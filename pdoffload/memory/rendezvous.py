@@ -30,9 +30,9 @@ from contextlib import contextmanager
 import msgspec
 
 from pdoffload.clock import Clock
+from pdoffload.config.reading import size_text
 from pdoffload.errors import ConfigError, DeadlineExceeded, MisuseError, StorageError
 from pdoffload.layout import PAGE_BYTES
-from pdoffload.settings import size_text
 
 logger = logging.getLogger(__name__)
 

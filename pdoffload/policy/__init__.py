@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 
+from pdoffload.config.reading import shown, suggestion
 from pdoffload.errors import ConfigError
 from pdoffload.policy.arc import Arc
 from pdoffload.policy.base import Policy
 from pdoffload.policy.lru import Lru
-from pdoffload.settings import shown, suggestion
 
 __all__ = ["Arc", "Lru", "Policy", "make_policy"]
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from pdoffload.config import parse, warnings
+from pdoffload.config.options import ADAPTER_MODULE, SPECS, ModulePath, Name, OffloadConfig
+from pdoffload.config.reading import about, name_text, read, shown, suggestion
 from pdoffload.errors import ConfigError
-from pdoffload.options import ADAPTER_MODULE, SPECS, ModulePath, Name, OffloadConfig
-from pdoffload.settings import about, name_text, read, shown, suggestion
 
 OWN_CONNECTOR = "PdOffloadConnector"
 STOCK_CONNECTOR = "OffloadingConnector"

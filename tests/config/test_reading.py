@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from pdoffload.settings import Unit, about, keys_of, name_text, read, shown, size_text, text
+from pdoffload.config.reading import Unit, about, keys_of, name_text, read, shown, size_text, text
 
 
 class Oven(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """From vLLM's `kv_connector_extra_config` to an `OffloadConfig`: parsed once, all problems at once.
 
-The keys are declared in `pdoffload.options`. Only JSON values are read: no environment variable, no
+The keys are declared in `pdoffload.config.options`. Only JSON values are read: no environment variable, no
 number out of a string, no boolean out of anything but true and false.
 """
 
@@ -12,9 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pdoffload.errors import ConfigError, MisuseError
-from pdoffload.layout import Geometry
-from pdoffload.options import (
+from pdoffload.config.options import (
     ADAPTER_MODULE,
     BUILT_IN_POLICIES,
     CPU_SPEC,
@@ -31,7 +29,9 @@ from pdoffload.options import (
     TierConfig,
     Verify,
 )
-from pdoffload.settings import keys_of, name_text, read, shown, size_text, suggestion, text
+from pdoffload.config.reading import keys_of, name_text, read, shown, size_text, suggestion, text
+from pdoffload.errors import ConfigError, MisuseError
+from pdoffload.layout import Geometry
 
 __all__ = [
     "ADAPTER_MODULE",

@@ -1,11 +1,11 @@
-"""The reference of every setting, written from the structs in `pdoffload.options`."""
+"""The reference of every setting, written from the structs in `pdoffload.config.options`."""
 
 from __future__ import annotations
 
 import msgspec
 
-from pdoffload.options import CustomTierConfig, FsTierConfig, OffloadConfig
-from pdoffload.settings import Key, keys_of, text
+from pdoffload.config.options import CustomTierConfig, FsTierConfig, OffloadConfig
+from pdoffload.config.reading import Key, keys_of, text
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("kv_connector_extra_config", OffloadConfig),

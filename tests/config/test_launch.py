@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pdoffload.config.launch import check, check_text
 from pdoffload.errors import ConfigError
-from pdoffload.launch import check, check_text
 
 EXTRA = {"cpu_bytes_to_use": 1 << 30}
 OWN = {

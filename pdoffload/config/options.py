@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pdoffload.settings import Unit, about
+from pdoffload.config.reading import Unit, about
 
 CPU_SPEC = "NixlCPUOffloadingSpec"
 TIERING_SPEC = "NixlTieringOffloadingSpec"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdoffload.options import FsTierConfig, OffloadConfig
-from pdoffload.reference import markdown
+from pdoffload.config.options import FsTierConfig, OffloadConfig
+from pdoffload.config.reference import markdown
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_committed_page_is_up_to_date() -> None:
