@@ -15,6 +15,9 @@ from pdoffload.tiers.parts import Batch, Outcome, Part
 
 _log = logging.getLogger(__name__)
 
+GROW_S = 0.05
+"""How long a backlog has to last per thread there is before one more is started, beyond the first two:
+one computes checksums while the other waits for the disk; more pay where the disk is far away."""
 MAX_STUCK = 8
 """Threads that hang in the file system and have been replaced; beyond it none is replaced."""
 
@@ -130,6 +133,7 @@ class IoPool:
         # Under the lock: who there is. Threads that ended stay in the list until the next look.
         self._lock = threading.Lock()
         self._threads: list[IoThread] = []
+        self._grown_at_s = {True: 0.0, False: 0.0}
         self._serial = 0
         self._closed = False
 
@@ -145,14 +149,18 @@ class IoPool:
             return list(self._threads)
 
     def grow(self, reader: bool) -> None:
-        """Start one more thread of that side, if work waits for it and its number allows."""
+        """Start one more thread of that side, if work waits for it and it would be of use."""
         if not self._queue.wants_thread(reader=reader):
             return
+        now_s = self._terms.clock.monotonic_s()
         with self._lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             at_work = sum(t.reader is reader and not t.retiring for t in self._threads)
             if self._closed or at_work >= self._most[reader]:
                 return
+            if at_work > 1 and now_s - self._grown_at_s[reader] < GROW_S * at_work:
+                return
+            self._grown_at_s[reader] = now_s
             self._serial += 1
             thread = IoThread(
                 f"pdoffload-fs-{'read' if reader else 'write'}-{self._serial}",

@@ -27,7 +27,6 @@ from pdoffload.tiers.writer import WriterDir, sweep
 _log = logging.getLogger(__name__)
 
 Queue = Literal["uring", "aio", "posix_aio"]
-_QUEUES: tuple[Queue, ...] = ("uring", "aio", "posix_aio")
 _MAX_REQUEST_CHUNKS = 32
 _MAX_REQUEST_BYTES = 32 << 20
 _MAX_IOS = 2 * _MAX_REQUEST_CHUNKS
@@ -46,11 +45,29 @@ def prepare(
     config: FsTierConfig, context: TierContext, *, rank: int, make_agent: MakeAgent | None
 ) -> Start:
     """Try everything out, make folders, and sweep. Raises `ConfigError` before a thread is started."""
-    make_agent = make_agent or _agent_maker(config, context)
+    if config.backend not in ("auto", "POSIX"):
+        raise ConfigError(
+            [f"backend: {config.backend!r} is not usable in this version; use auto or POSIX"]
+        )
     space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
     sweep(space, context.clock)
     writer = WriterDir(space)
+    try:
+        return _start(config, context, space, writer, make_agent)
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _start(
+    config: FsTierConfig,
+    context: TierContext,
+    space: Namespace,
+    writer: WriterDir,
+    make_agent: MakeAgent | None,
+) -> Start:
     abilities = probe_files(config, space, writer, context.region.address)
+    make_agent = make_agent or _agent_maker(config, context, direct=abilities.open_flags != 0)
     form = ChunkFormat(context.region.geometry.chunk_bytes, context.run_config.fingerprint)
     most_chunks, most_threads = request_limits(
         form.chunk_bytes, max(config.n_read_threads, config.n_write_threads)
@@ -133,20 +150,20 @@ def _try_write(path: str, mode: int, flags: int) -> bool:
         os.unlink(path)
 
 
-def posix_backend(config: FsTierConfig) -> PosixBackend:
+def posix_backend(config: FsTierConfig, *, direct: bool) -> PosixBackend:
     """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason."""
-    if config.backend not in ("auto", "POSIX"):
-        raise ConfigError(
-            [f"backend: {config.backend!r} is not usable in this version; use auto or POSIX"]
-        )
-    queues: tuple[Queue, ...] = _QUEUES if config.io == "auto" else (config.io,)
+    # Direct writes into new files make io_uring hand every one of them to a kernel thread, which costs
+    # a multiple of the processor time of Linux AIO; buffered I/O makes AIO block its thread.
+    by_merit: tuple[Queue, ...] = ("aio", "uring") if direct else ("uring", "aio")
+    queues = (*by_merit, "posix_aio") if config.io == "auto" else (config.io,)
     reasons: list[str] = []
     for queue in queues:
-        backend = PosixBackend(queue=queue, max_ios=_MAX_IOS)
+        backend = PosixBackend(queue=queue, max_ios=_MAX_IOS, kernel_queue=_MAX_IOS)
         reason = probe(backend)
         if reason is None:
+            mode = "direct" if direct else "buffered"
             refused = f" ({'; '.join(reasons)})" if reasons else ""
-            _log.info("fs tier moves bytes through NIXL POSIX, queue %s%s", queue, refused)
+            _log.info("the fs tier moves bytes by NIXL POSIX, %s, %s%s", queue, mode, refused)
             return backend
         reasons.append(f"{queue}: {reason}")
     raise ConfigError([f"io: {config.io!r} is not usable here: {'; '.join(reasons)}"])
@@ -169,8 +186,8 @@ def _sound_sizes(form: ChunkFormat, verify: Verify) -> tuple[int, ...]:
     return (form.file_bytes,) if verify is Verify.ALWAYS else (form.file_bytes, form.chunk_bytes)
 
 
-def _agent_maker(config: FsTierConfig, context: TierContext) -> MakeAgent:
-    backend = posix_backend(config)
+def _agent_maker(config: FsTierConfig, context: TierContext, *, direct: bool) -> MakeAgent:
+    backend = posix_backend(config, direct=direct)
 
     def make(name: str) -> Agent:
         return NixlAgent(name, [backend], clock=context.clock)

@@ -49,7 +49,10 @@ class MemoryTier(Tier):
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<MemoryTier {len(self.chunks)} chunks, {len(self._ended)} results to poll>"
+        state = "closed" if self._closed else "open"
+        return (
+            f"<MemoryTier {state}, {len(self.chunks)} chunks, {len(self._ended)} results to poll>"
+        )
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
         self._require_open()
@@ -116,12 +119,11 @@ class MemoryTier(Tier):
         return self.poll()
 
     def _load_one(self, key: BlockKey, slot: int) -> None:
+        self._region.forget_checksum(slot)
         chunk = self.chunks.get(key)
         if chunk is None:
             raise StorageError(key.hex(), "no such chunk")
-        if self._verify is Verify.OFF:
-            self._region.forget_checksum(slot)
-        elif xxhash.xxh3_128_digest(chunk) != self._digests[key]:
+        if self._verify is not Verify.OFF and xxhash.xxh3_128_digest(chunk) != self._digests[key]:
             self._forget(key)
             raise CorruptChunk(key.hex(), "does not match its checksum")
         self._region.slot_view(slot)[:] = chunk

@@ -71,6 +71,25 @@ class Namespace:
             os.chmod(path, self.dir_mode)
 
 
+def root_problems(root_dir: str) -> list[str]:
+    """Why `root_dir` could not be used, as far as looking tells; nothing is made. Empty if it can."""
+    root = os.path.abspath(root_dir)
+    if not os.path.lexists(root):
+        parent = os.path.dirname(root)
+        if not os.path.isdir(parent):
+            return [f"root_dir: neither {root!r} nor the folder above it exists; create it"]
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return [
+                f"root_dir: {root!r} does not exist and cannot be made in {parent!r}; create it"
+            ]
+        return []
+    if not os.path.isdir(root):
+        return [f"root_dir: {root!r} is not a folder; name one this process may write to"]
+    if not os.access(root, os.W_OK | os.X_OK):
+        return [f"root_dir: {root!r} is not writable for this process; name a folder that is"]
+    return []
+
+
 def open_namespace(root_dir: str, run_config: RunConfig, rank: int, file_mode: int) -> Namespace:
     """Make the folders of a namespace and write or compare its `config.json`.
 
@@ -79,11 +98,8 @@ def open_namespace(root_dir: str, run_config: RunConfig, rank: int, file_mode: i
     that carries none, as stock vLLM writes it.
     """
     space = Namespace(root_dir, run_config, rank, file_mode)
-    parent = os.path.dirname(space.root_dir)
-    if not os.path.isdir(space.root_dir) and not os.path.isdir(parent):
-        raise ConfigError(
-            [f"root_dir: neither {space.root_dir!r} nor the folder above it exists; create it"]
-        )
+    if problems := root_problems(root_dir):
+        raise ConfigError(problems)
     try:
         for folder in (space.root_dir, space.config_dir, space.base, f"{space.base}/{TEMP_NAME}"):
             space.make_dir(folder)
