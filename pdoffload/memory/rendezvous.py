@@ -143,6 +143,15 @@ def room_for(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512 + disk.f_bavail * disk.f_frsize
 
 
+def size_problems(needed_bytes: int, directory: str = "/dev/shm") -> list[str]:
+    """Why a pool of this size can never fit into `directory`, however empty; empty if it can."""
+    disk = os.statvfs(directory)
+    whole_bytes = disk.f_blocks * disk.f_frsize
+    return list(no_room(directory, needed_bytes, whole_bytes).problems) * (
+        needed_bytes > whole_bytes
+    )
+
+
 def no_room(directory: str, needed_bytes: int, room_bytes: int) -> ConfigError:
     """The error of a pool that does not fit into `directory`."""
     return ConfigError(

@@ -26,12 +26,15 @@ from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.nixl import NixlAgent
 from pdoffload.config import CustomTierConfig, FsTierConfig
 from pdoffload.errors import ConfigError
+from pdoffload.layout import Geometry
 from pdoffload.memory.device import pin_host_memory, view_caches
-from pdoffload.memory.host import HostRegion
+from pdoffload.memory.host import HostRegion, region_bytes
+from pdoffload.memory.rendezvous import size_problems
 from pdoffload.policy import make_policy
 from pdoffload.tiering.manager import Tiering
 from pdoffload.tiers.base import Tier, TierContext
 from pdoffload.tiers.fs import FsTier
+from pdoffload.tiers.paths import root_problems
 from pdoffload.vllm import compat, metrics
 from pdoffload.vllm.manager import NixlOffloadingManager
 from pdoffload.vllm.worker import NixlOffloadingWorker
@@ -52,12 +55,27 @@ class NixlCPUOffloadingSpec(OffloadingSpec):
         self.replicated_layout = config.replicated_layout
         self._manager: NixlOffloadingManager | None = None
         self._worker: NixlOffloadingWorker | None = None
-        self.geometry = settings.geometry(
-            self.settings,
-            worker_bytes_per_block=config.worker_kv_bytes_per_block,
-            num_copies=1 if config.replicated_layout else config.parallel.world_size,
-            blocks_per_chunk=self.blocks_per_chunk,
-        )
+        self.geometry = self._checked_geometry()
+
+    def _checked_geometry(self) -> Geometry:
+        """The pool's sizes. Every problem that looking can find is told at once, before any work."""
+        problems = self._tier_problems()
+        try:
+            geometry = settings.geometry(
+                self.settings,
+                worker_bytes_per_block=self.config.worker_kv_bytes_per_block,
+                num_copies=1 if self.replicated_layout else self.config.parallel.world_size,
+                blocks_per_chunk=self.blocks_per_chunk,
+            )
+        except ConfigError as error:
+            raise ConfigError([*error.problems, *problems]) from error
+        problems = size_problems(region_bytes(geometry)) + problems
+        if problems:
+            raise ConfigError(problems)
+        return geometry
+
+    def _tier_problems(self) -> list[str]:
+        return []
 
     @classmethod
     def build_metric_definitions(
@@ -159,6 +177,14 @@ class NixlCPUOffloadingSpec(OffloadingSpec):
 
 class NixlTieringOffloadingSpec(NixlCPUOffloadingSpec):
     """Host memory first, then the `secondary_tiers` in the order listed."""
+
+    def _tier_problems(self) -> list[str]:
+        return [
+            f"secondary_tiers[{number}].{problem}"
+            for number, table in enumerate(self.settings.secondary_tiers)
+            if isinstance(table, FsTierConfig)
+            for problem in root_problems(table.root_dir)
+        ]
 
     def _open_tiers(self, region: HostRegion) -> list[Tier]:
         context = TierContext(

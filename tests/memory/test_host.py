@@ -611,3 +611,10 @@ def test_views_outlive_close(directory):
 def test_it_shows_its_state(region):
     region.checksum(0)
     assert repr(region) == "<HostRegion open, 4 slots of 8192 bytes, 1 checksums>"
+
+
+def test_a_pool_larger_than_all_shared_memory_is_known_before_any_is_taken() -> None:
+    (problem,) = rendezvous.size_problems(1 << 60)
+    assert problem.startswith("cpu_bytes_to_use: the host pool needs ")
+    assert "/dev/shm" in problem
+    assert rendezvous.size_problems(4096) == []

@@ -139,3 +139,16 @@ def test_settings_that_cannot_work_stop_the_server_before_it_starts(serve, tiny_
     for word in ("n_read_thread", "n_read_threads", "'fast'", "uring", "cpu_bytes_to_use", "10GB"):
         assert word in log, word
     assert not (tmp_path / "kv").exists(), "something had started"
+
+
+def test_places_that_cannot_work_are_told_in_one_message(serve, tiny_llama, tmp_path):
+    """A root that is a file, and a pool below one chunk: both at once, and no pool was made."""
+    (tmp_path / "file").write_text("not a folder")
+    config = offloading(tmp_path / "file", cpu_bytes_to_use=4096)
+    with pytest.raises(ServerFailed) as failure:
+        serve(tiny_llama, config, max_model_len=2048)
+    log = failure.value.log_path.read_text()
+    assert "2 problems in the configuration" in log
+    assert "cpu_bytes_to_use: got 4" in log
+    assert "secondary_tiers[0].root_dir" in log
+    assert "is not a folder" in log
