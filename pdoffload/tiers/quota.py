@@ -19,7 +19,7 @@ import os
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdoffload.clock import Clock
@@ -76,20 +76,23 @@ class Quota:
         """
         if size_bytes > self._max_bytes:
             return False
+        until_s = self._clock.monotonic_s() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._walks_done > 0, timeout_s)
-            if not self._fits(size_bytes):
+            # Before the first walk nothing is known.
+            self._wait(lambda: self._walks_done > 0, until_s)
+            if self._walks_done and not self._fits(size_bytes):
                 self._wanted_bytes = max(self._wanted_bytes, size_bytes)
                 number = self._walks_asked = self._walks_done + (2 if self._walking else 1)
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._closed or self._walks_done >= number or self._fits(size_bytes),
-                    timeout_s,
-                )
-            if self._closed or not self._fits(size_bytes):
+                self._wait(lambda: self._walks_done >= number or self._fits(size_bytes), until_s)
+            if self._closed or not self._walks_done or not self._fits(size_bytes):
                 return False
             self._reserved_bytes += size_bytes
             return True
+
+    def _wait(self, happened: Callable[[], bool], until_s: float) -> None:
+        left_s = max(0.0, until_s - self._clock.monotonic_s())
+        self._changed.wait_for(lambda: self._closed or happened(), left_s)
 
     def _fits(self, size_bytes: int) -> bool:
         return self._used_bytes + self._reserved_bytes + size_bytes <= self._max_bytes
