@@ -38,6 +38,22 @@ def context_of(region: HostRegion, **changes: object) -> TierContext:
     return TierContext(region=region, **terms)  # type: ignore[arg-type]
 
 
+class ShiftedClock:
+    """The machine's clock, which a test can push forward: threads go on, deadlines pass."""
+
+    def __init__(self) -> None:
+        self.shift_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s() + self.shift_s
+
+    def wall_s(self) -> float:
+        return SYSTEM_CLOCK.wall_s() + self.shift_s
+
+    def sleep(self, duration_s: float) -> None:
+        SYSTEM_CLOCK.sleep(duration_s)
+
+
 class TierDriver:
     """Drives a tier as its owner does, and keeps what it has told. Checks the counters at every poll."""
 

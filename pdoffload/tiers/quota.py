@@ -32,7 +32,7 @@ LOW_WATER = 0.95
 """Eviction goes down to this share of the quota."""
 WALK_EVERY_S = 600.0
 LOCK_NAME = ".evict.lock"
-_LOCK_PATIENCE_S = 5.0
+LOCK_PATIENCE_S = 5.0
 _LOCK_PAUSE_S = 0.05
 _MAX_TOUCHED = 16_384
 _GROUP_DIR = re.compile(r"[0-9a-f]{2}_g\d+")
@@ -186,7 +186,7 @@ class Quota:
         """The lock of the one evictor. -1 if another process keeps it: then it evicts, or hangs."""
         path = f"{self._space.base}/{LOCK_NAME}"
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, self._space.file_mode)
-        until_s = self._clock.monotonic_s() + _LOCK_PATIENCE_S
+        until_s = self._clock.monotonic_s() + LOCK_PATIENCE_S
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
