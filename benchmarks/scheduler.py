@@ -176,8 +176,9 @@ def fresh_keys() -> Iterator[OffloadKey]:
 class Engine:
     """Drives one manager as vLLM's scheduler does, with a pool that is full from the start."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, *, takes_notes: bool = True) -> None:
         self._side = side
+        self._takes_notes = takes_notes
         self._manager = side.manager
         self._new_keys = fresh_keys()
         self._request_ids = itertools.count()
@@ -189,10 +190,12 @@ class Engine:
 
     def fill(self, num_chunks: int) -> None:
         """Store `num_chunks` chunks and let the tiers take them."""
-        while len(self._resident) < num_chunks:
+        left = num_chunks
+        while left:
             request = ReqContext(str(next(self._request_ids)))
             self._manager.on_new_request(request)
-            count = min(_FILL_CHUNKS, num_chunks - len(self._resident))
+            count = min(_FILL_CHUNKS, left)
+            left -= count
             self._store(request, [next(self._new_keys) for _ in range(count)])
             self._end_step([request])
             self.settle()
@@ -241,11 +244,15 @@ class Engine:
         self._side.arrived(prepared.store_spec)
         with watch:
             self._manager.complete_store(keys, request)
-        for key in prepared.evicted_keys:
+        if self._takes_notes:
+            self._note(keys, prepared.evicted_keys)
+
+    def _note(self, stored: list[OffloadKey], evicted: list[OffloadKey]) -> None:
+        for key in evicted:
             last, place = self._resident.pop(), self._place.pop(key)
             if last != key:
                 self._resident[place], self._place[last] = last, place
-        for key in keys:
+        for key in stored:
             self._place[key] = len(self._resident)
             self._resident.append(key)
 
@@ -334,10 +341,7 @@ def memory_of(who: str, num_chunks: int, tier: str, directory: Path, traced: boo
         tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0] if traced else _private_bytes()
     side = SIDES[who](num_chunks, tier, directory / "full")
-    engine = Engine(side)
-    engine.fill(num_chunks)
-    engine._resident.clear()  # the engine's own notes are not the manager's
-    engine._place.clear()
+    Engine(side, takes_notes=False).fill(num_chunks)
     gc.collect()
     after = tracemalloc.get_traced_memory()[0] if traced else _private_bytes()
     side.close()

@@ -192,6 +192,7 @@ def _cost_row(what: str, wall_s: dict[str, list[float]]) -> Row:
 
 def measure_idle(servers: dict[str, VllmServer], run: Run, seconds: float) -> None:
     """Say what servers that wait for their turn burn: it is taken from the one that works."""
+    time.sleep(seconds)  # vLLM's own worker spins for a moment after its last request
     before = {name: group_cpu_seconds(server.pid or 0) for name, server in servers.items()}
     slept = measure(lambda: time.sleep(seconds))
     for name, server in servers.items():
