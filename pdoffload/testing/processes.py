@@ -17,6 +17,9 @@ _LAUNCH = (
     "import ctypes, os, sys;ctypes.CDLL(None).prctl(1, 15);os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
+# A mapped file that still has its name; "(deleted)" follows those that have lost it.
+_SHARED_MEMORY = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+)$", re.M)
+
 
 def start_group(
     command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes]
@@ -54,6 +57,19 @@ def members(group: int) -> list[int]:
             continue  # ended while we looked
         if int(pgrp) == group and state != "Z":
             found.append(int(entry.name))
+    return found
+
+
+def shared_memory(group: int) -> set[Path]:
+    """Named shared memory of vLLM and of `multiprocessing` that `group` has mapped.
+
+    Theirs only: what another package leaves behind is for its own tests to see.
+    """
+    found = set()
+    for pid in members(group):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(name) for name in _SHARED_MEMORY.findall(maps)}
     return found
 
 

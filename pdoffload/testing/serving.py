@@ -242,21 +242,28 @@ class VllmServer:
         """Ask the whole process group to end (SIGTERM), then `kill` what is left; idempotent."""
         if self._process is None:
             return
+        names = processes.shared_memory(self._process.pid)
         processes.signal_group(self._process.pid, signal.SIGTERM)
         # A process that ignores SIGTERM is what SIGKILL is for.
         with contextlib.suppress(DeadlineExceeded):
             self._wait_gone(timeout_s)
-        self.kill()
+        self._kill(names, timeout_s)
 
     def kill(self, *, timeout_s: float = 20.0) -> None:
         """SIGKILL the whole process group and wait until nothing of it is left; idempotent.
 
-        Raises `DeadlineExceeded` if the kernel keeps a process of it longer than `timeout_s`.
+        vLLM's named shared memory, which it has no chance to remove then, is removed here. Raises
+        `DeadlineExceeded` if the kernel keeps a process of it longer than `timeout_s`.
         """
-        if self._process is None:
-            return
+        if self._process is not None:
+            self._kill(processes.shared_memory(self._process.pid), timeout_s)
+
+    def _kill(self, names: set[Path], timeout_s: float) -> None:
+        assert self._process is not None
         processes.signal_group(self._process.pid, signal.SIGKILL)
         self._wait_gone(timeout_s)
+        for name in names:
+            name.unlink(missing_ok=True)
         self._process = None
         if self._api is not None:
             self._api.close()

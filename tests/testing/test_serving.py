@@ -17,7 +17,7 @@ from pdoffload.testing.openai_api import ApiError
 from pdoffload.testing.serving import ServeOptions, ServerFailed, VllmServer, threads_bind
 
 STAND_IN = """
-import http.server, json, os, signal, subprocess, sys
+import http.server, json, mmap, os, signal, subprocess, sys
 
 mode, port = sys.argv[1], int(sys.argv[2])
 if mode == "dies":
@@ -27,6 +27,12 @@ if mode == "dies":
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+maps = []
+for kind in ("psm_", "pdoffload-") if mode == "shares" else ():
+    name = kind + str(os.getpid())
+    with open(f"/dev/shm/{name}", "wb+") as file:
+        file.truncate(4096)
+        maps.append(mmap.mmap(file.fileno(), 4096))
 print("loading weights", flush=True)
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -86,7 +92,7 @@ Build = Callable[..., VllmServer]
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """A server over the stand-in in one of its modes: well, stubborn, sick, dies."""
+    """A server over the stand-in in one of its modes: well, shares, stubborn, sick, dies."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
 
@@ -159,6 +165,18 @@ def test_ending_a_server_ends_its_children_too(build: Build, end: str) -> None:
     getattr(server, end)()
     assert not _is_alive(child)
     getattr(server, end)()
+
+
+def test_a_killed_server_leaves_no_shared_memory_of_vllm_and_hides_none_of_ours(
+    build: Build,
+) -> None:
+    server = build("shares")
+    server.start()
+    theirs, ours = Path(f"/dev/shm/psm_{server.pid}"), Path(f"/dev/shm/pdoffload-{server.pid}")
+    assert theirs.exists()
+    server.kill()
+    assert not theirs.exists()
+    ours.unlink()  # fails if it was gone
 
 
 def test_a_server_that_ignores_sigterm_is_killed(build: Build) -> None:
