@@ -175,6 +175,10 @@ class FsTier(Tier):
         news, self._book.news = self._book.news, []
         return news
 
+    def path(self, key: BlockKey) -> str:
+        """The file that holds the chunk `key`, if any does."""
+        return self._terms.space.path(key)
+
     # --- what the threads have found out ---
 
     def _take_in(self) -> None:
@@ -221,7 +225,7 @@ class FsTier(Tier):
             part.expired = True
             error = DeadlineExceeded(part.what, timeout_s)
             self._enter_outcome(failed_outcome(part, error, settled=False, ended_s=now_s))
-            self._pool.replace(part)
+            self._pool.expired(part)
         if expired and self._pool.all_stuck():
             _log.warning("%s", self._stuck_error())
             for part in self._queue.drain():

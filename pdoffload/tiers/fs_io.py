@@ -34,18 +34,22 @@ class IoThread(threading.Thread):
         queue: PartQueue,
         report: Callable[[list[Outcome]], None],
         took: Callable[[bool], object],
+        stuck: Callable[[IoThread], object],
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.reader = reader
         self.current: Batch | None = None
         """What it works on; read by the owner to tell which threads are stuck."""
+        self.settling = False
+        """It waits for bytes that may still move, long after the deadline."""
         self.retiring = False
-        """Set by the owner: it was stuck and has been replaced; it ends after its present batch."""
+        """Set by the pool: it is stuck and has been replaced; it ends after its present batch."""
         self.stopping = threading.Event()
         self._terms = terms
         self._queue = queue
         self._report = report
         self._took = took
+        self._stuck = stuck
         self._lane: Lane | None = None
 
     def run(self) -> None:
@@ -60,6 +64,7 @@ class IoThread(threading.Thread):
                 if self.reader and not self.current.is_load:
                     self._queue.stored()
                 self.current = None
+                self.settling = False
         finally:
             self._drop_lane()
 
@@ -78,14 +83,23 @@ class IoThread(threading.Thread):
             sound = False
         told = not sound and self._lane is not None and self._lane.in_flight
         if told:
+            files.drop_names()
             self._tell(batch, settled=False)
+            self.settling = True
+            self._stuck(self)
         if sound or self._drop_lane():
             files.close()
             self._tell(batch, settled=True)
             return
-        files.abandon()
+        files.drop_names()
         if not told:
             self._tell(batch, settled=False)
+
+    @property
+    def hangs(self) -> bool:
+        """Its present work should have ended long ago."""
+        batch = self.current
+        return self.settling or (batch is not None and batch.parts[0].expired)
 
     def _tell(self, batch: Batch, *, settled: bool) -> None:
         ended_s = self._terms.clock.monotonic_s()
@@ -152,44 +166,59 @@ class IoPool:
         """Start one more thread of that side, if work waits for it and it would be of use."""
         if not self._queue.wants_thread(reader=reader):
             return
-        now_s = self._terms.clock.monotonic_s()
         with self._lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            at_work = sum(t.reader is reader and not t.retiring for t in self._threads)
-            if self._closed or at_work >= self._most[reader]:
-                return
-            if at_work > 1 and now_s - self._grown_at_s[reader] < GROW_S * at_work:
-                return
-            self._grown_at_s[reader] = now_s
-            self._serial += 1
-            thread = IoThread(
-                f"pdoffload-fs-{'read' if reader else 'write'}-{self._serial}",
-                reader=reader,
-                terms=self._terms,
-                queue=self._queue,
-                report=self._report,
-                took=self.grow,
-            )
-            self._threads.append(thread)
-            thread.start()
+            at_work = self._at_work(reader)
+            if len(at_work) >= self._most[reader] and all(each.hangs for each in at_work):
+                reader = not reader  # the other side helps
+                at_work = self._at_work(reader)
+            if not self._closed and self._is_time_for_more(reader, len(at_work)):
+                self._start(reader)
 
-    def replace(self, part: Part) -> None:
-        """The thread at work on `part` is stuck: let another one take its place, within the bound."""
-        threads = self.threads()
-        stuck = sum(thread.retiring for thread in threads)
-        for thread in threads:
+    def _at_work(self, reader: bool) -> list[IoThread]:
+        return [each for each in self._threads if each.reader is reader and not each.retiring]
+
+    def _is_time_for_more(self, reader: bool, count: int) -> bool:
+        waited_s = self._terms.clock.monotonic_s() - self._grown_at_s[reader]
+        return count < self._most[reader] and (count < 2 or waited_s >= GROW_S * count)
+
+    def _start(self, reader: bool) -> None:
+        self._grown_at_s[reader] = self._terms.clock.monotonic_s()
+        self._serial += 1
+        thread = IoThread(
+            f"pdoffload-fs-{'read' if reader else 'write'}-{self._serial}",
+            reader=reader,
+            terms=self._terms,
+            queue=self._queue,
+            report=self._report,
+            took=self.grow,
+            stuck=self.replace,
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def expired(self, part: Part) -> None:
+        """The deadline of `part` has passed: let another thread take the place of the one at it."""
+        for thread in self.threads():
             batch = thread.current
-            if batch is None or part not in batch.parts or thread.retiring or stuck >= MAX_STUCK:
-                continue
+            if batch is not None and part in batch.parts:
+                self.replace(thread)
+        for reader in (True, False):
+            self.grow(reader)
+
+    def replace(self, thread: IoThread) -> None:
+        """`thread` is stuck: let another one take its place, within the bound."""
+        with self._lock:
+            stuck = sum(other.retiring and other.is_alive() for other in self._threads)
+            if thread.retiring or stuck >= MAX_STUCK:
+                return
             thread.retiring = True
-            self.grow(thread.reader)
+        self.grow(thread.reader)
 
     def all_stuck(self) -> bool:
         """Every thread there may be hangs in work whose deadline has passed."""
         threads = [thread for thread in self.threads() if not thread.retiring]
-        return len(threads) >= sum(self._most.values()) and all(
-            (batch := thread.current) is not None and batch.parts[0].expired for thread in threads
-        )
+        return len(threads) >= sum(self._most.values()) and all(each.hangs for each in threads)
 
     def close(self, *, timeout_s: float) -> list[IoThread]:
         """Stop all threads after their present batch; those that live after `timeout_s`. Idempotent.

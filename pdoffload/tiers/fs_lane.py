@@ -65,7 +65,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Files:
-    """What one batch holds open. Owned by the I/O thread; `close` or `abandon` ends it."""
+    """What one batch holds open. Owned by the I/O thread."""
 
     def __init__(self) -> None:
         self.open: dict[int, str | None] = {}
@@ -100,11 +100,13 @@ class Files:
             except OSError as error:
                 _log.warning("closing a chunk file: %s", error)
 
-    def abandon(self) -> None:
-        """Bytes may still move for ever: the files stay open, so that nobody gets their numbers."""
-        for temp in self.open.values():
+    def drop_names(self) -> None:
+        """Remove the unfinished files. They stay open: bytes may still move, and nobody must get their
+        numbers."""
+        for fd, temp in self.open.items():
             if temp is not None:
                 remove_quietly(temp)
+                self.open[fd] = None
 
 
 class Lane:
@@ -209,9 +211,13 @@ class Lane:
         return self.transfer is not None and self.transfer.state is not TransferState.DONE
 
     def settle(self, stopping: threading.Event) -> None:
-        """Wait until nothing is in flight, for as long as it takes, or until the tier closes."""
-        patience = Patience(self._terms.clock)
-        while self.in_flight and not stopping.is_set():
+        """Wait until nothing is in flight. Gives up after `timeout_s`, or when the tier is closed: some
+        failures leave NIXL without any news to wait for.
+        """
+        clock = self._terms.clock
+        patience = Patience(clock)
+        until_s = clock.monotonic_s() + self._terms.timeout_s
+        while self.in_flight and not stopping.is_set() and clock.monotonic_s() < until_s:
             self.agent.poll()
             patience.pause()
 
