@@ -185,6 +185,18 @@ def test_a_chunk_stored_without_a_checksum_is_not_loaded_where_one_is_demanded(
         assert rig.load((A,), (9,)).verified == 1
 
 
+@pytest.mark.nixl
+@pytest.mark.parametrize("worker_bytes", [4096, 3 * 4096 + 512, 511])
+@pytest.mark.parametrize("direct", ["on", "off"])
+def test_c06_padding_never_changes_the_bytes(
+    tmp_path: Path, worker_bytes: int, direct: str
+) -> None:
+    with open_fs(tmp_path, region=filled_region(16, worker_bytes), direct=direct) as rig:
+        rig.store((A, B), (0, 1))
+        assert rig.load((A, B), (10, 11)).verified == 2
+        assert rig.bytes_of(10, 11) == rig.bytes_of(0, 1)
+
+
 # --- corruption ---
 
 
