@@ -26,7 +26,10 @@ if mode == "dies":
     sys.exit(3)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+pids = [os.getpid()]
+if mode != "alone":
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    pids.append(child.pid)
 maps = []
 for kind in ("psm_", "pdoffload-") if mode == "shares" else ():
     name = kind + str(os.getpid())
@@ -51,7 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 'vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"} 64\\n'
                 'vllm:prompt_tokens_cached_by_source_total{engine="1",source="host"} 32\\n'
                 'vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 0\\n'
-                f'seen{{pid="{child.pid}",seed="{env.get("PYTHONHASHSEED", "unset")}"}} 1\\n'
+                f'seen{{pid="{pids[-1]}",seed="{env.get("PYTHONHASHSEED", "unset")}"}} 1\\n'
             )
         self.answer("", 200 if mode != "sick" else 503)
 
@@ -80,7 +83,7 @@ from pathlib import Path
 from pdoffload.testing.serving import ServeOptions, VllmServer
 
 folder = Path(sys.argv[1])
-command = lambda port: [sys.executable, str(folder / "stand_in.py"), "well", str(port)]
+command = lambda port: [sys.executable, str(folder / "stand_in.py"), "alone", str(port)]
 server = VllmServer(ServeOptions(model_dir=folder), folder, command=command)
 server.start()
 print(server.pid, flush=True)
@@ -92,7 +95,7 @@ Build = Callable[..., VllmServer]
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """A server over the stand-in in one of its modes: well, shares, stubborn, sick, dies."""
+    """A server over the stand-in in one of its modes: well, alone, shares, stubborn, sick, dies."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
 
