@@ -126,7 +126,8 @@ def test_events_name_medium_and_locality(serve, tiny_llama, tmp_path):
     try:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
         subscriber.setsockopt(zmq.RCVTIMEO, 500)
-        subscriber.connect(f"tcp://127.0.0.1:{port}")
+        # vLLM's publisher connects where its endpoint names a host.
+        subscriber.bind(f"tcp://127.0.0.1:{port}")
         config = offloading(tmp_path / "kv", tier={"enable_kv_events": True, "locality": "LOCAL"})
         arguments = ("--kv-events-config", json.dumps(events))
         server = serve(tiny_llama, config, max_model_len=2048, extra_args=arguments)
