@@ -18,6 +18,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+# Importing vLLM alone takes a minute where others have the processor.
+pytestmark = pytest.mark.timeout(300)
+
 
 def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
@@ -36,7 +39,7 @@ def common() -> ModuleType:
     return _load("common")
 
 
-def _smoke(name: str, tmp_path: Path, *arguments: str, timeout_s: float = 110) -> dict[str, Any]:
+def _smoke(name: str, tmp_path: Path, *arguments: str, timeout_s: float = 280) -> dict[str, Any]:
     """Run `benchmarks/NAME.py --smoke` in a process of its own; the report it wrote."""
     report = tmp_path / "report.json"
     words = [
