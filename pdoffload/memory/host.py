@@ -191,9 +191,13 @@ class HostRegion:
         """Whether every worker has stored its part of `slot`."""
         return self._status_words(slot) == self._stored_words
 
-    def any_failed(self, slot: int) -> bool:
-        """Whether any worker failed to store its part of `slot`."""
-        return bool((self._live().status[self._checked(slot)] == SlotStatus.FAILED).any())
+    def failed_among(self, slots: Sequence[int]) -> list[int]:
+        """Those of `slots` of which some worker has marked its part FAILED, in order."""
+        for slot in slots:
+            self._checked(slot)
+        words = self._live().status[list(slots)]
+        failed = (words == SlotStatus.FAILED).any(axis=1)
+        return [slots[number] for number in failed.nonzero()[0].tolist()]
 
     def checksum(self, slot: int) -> bytes:
         """The xxh3-128 of the slot's bytes (16 bytes, canonical order), kept until forgotten.

@@ -114,16 +114,17 @@ class Tiering:
 
     def complete_load(self, keys: Collection[BlockKey], request_id: str) -> None:
         """A copy to the device ended; the workers' status words say which chunks did not get there."""
-        slot_of = self.plan.index.slot_of
-        failed = [key for key in keys if self.region.any_failed(slot_of(key))]
-        if failed:
+        slots = [self.plan.index.slot_of(key) for key in keys]
+        failed: list[BlockKey] = []
+        if failed_slots := self.region.failed_among(slots):
+            failed = [key for key, slot in zip(keys, slots, strict=True) if slot in failed_slots]
             logger.warning(
                 "request %s: %d of %d chunks did not reach the device; it computes them itself",
                 request_id,
                 len(failed),
                 len(keys),
             )
-            self.region.reset_status([slot_of(key) for key in failed])
+            self.region.reset_status(failed_slots)
         self.plan.complete_load(keys, request_id, failed)
 
     def touch(self, keys: Collection[BlockKey]) -> None:

@@ -476,7 +476,7 @@ def test_a_slot_that_does_not_exist_is_misuse(region, slot):
         region.checksum,
         region.forget_checksum,
         region.all_stored,
-        region.any_failed,
+        lambda slot: region.failed_among([slot]),
         lambda slot: region.set_checksum(slot, bytes(16)),
         lambda slot: region.reset_status([0, slot]),
     )
@@ -492,10 +492,10 @@ def test_a_slot_counts_as_stored_when_every_worker_has_stored(region):
     assert not region.all_stored(1)
     region.status[1, 1] = SlotStatus.FAILED
     assert not region.all_stored(1)
-    assert region.any_failed(1)
+    assert region.failed_among([1]) == [1]
     region.status[1, 1] = SlotStatus.STORED
     assert region.all_stored(1)
-    assert not region.any_failed(1)
+    assert region.failed_among([1]) == []
     assert not any(region.all_stored(slot) for slot in (0, 2, 3))
 
 

@@ -132,7 +132,7 @@ def test_a_failed_copy_to_the_device_bars_the_request_and_clears_its_mark(tierin
     tiering.complete_load([key(1), key(2)], "r")
     assert tiering.lookup(key(2), "r") is Answer.MISS
     assert tiering.lookup(key(1), "s") is Answer.HIT
-    assert not tiering.region.any_failed(slots[0])
+    assert tiering.region.failed_among([slots[0]]) == []
 
 
 def test_no_room_is_an_answer(tiering):
