@@ -26,6 +26,11 @@ class Presence(enum.Enum):
     READY = "ready"
 
 
+# Looking a member up in its class costs more than a whole dict access (Python 3.11), and lookups are
+# the scheduler's most frequent call: the members are bound once.
+ABSENT, FILLING, READY = Presence.ABSENT, Presence.FILLING, Presence.READY
+
+
 class Reservation(msgspec.Struct, frozen=True):
     """Slots taken for new keys, in the keys' order, and the keys that had to leave for them."""
 
@@ -53,8 +58,8 @@ class Index:
     def find(self, key: BlockKey) -> Presence:
         slot = self._slots.get(key)
         if slot is None:
-            return Presence.ABSENT
-        return Presence.READY if self.pool.state(slot) is SlotState.READY else Presence.FILLING
+            return ABSENT
+        return READY if self.pool.is_ready(slot) else FILLING
 
     def slot_of(self, key: BlockKey) -> int:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
 from pdoffload.policy.base import Policy
-from pdoffload.tiering.index import Presence
+from pdoffload.tiering.index import FILLING, READY
 from pdoffload.tiering.plan import Command, Moved, Plan, StoreTo
 from pdoffload.tiers.base import JobResult, Lookup, Settled, Tier, TierStats
 
@@ -28,6 +28,10 @@ class Answer(enum.Enum):
     """Here soon: its bytes are on their way into the host pool."""
     ASKING = "asking"
     """A tier has not answered yet whether it has the chunk."""
+
+
+HIT, MISS, ARRIVING, ASKING = Answer.HIT, Answer.MISS, Answer.ARRIVING, Answer.ASKING
+_IN_TIER, _PENDING = Lookup.HIT, Lookup.PENDING
 
 
 class Tiering:
@@ -66,22 +70,21 @@ class Tiering:
     ) -> Answer:
         """Where `key` is. A hit in a tier starts its way back; `allowed_tiers` limits who is asked."""
         if self.plan.is_barred(request_id):
-            return Answer.MISS
+            return MISS
         presence = self.plan.lookup(key, request_id)
-        if presence is Presence.READY:
-            return Answer.HIT
-        if presence is Presence.FILLING:
-            return Answer.ARRIVING
+        if presence is READY:
+            return HIT
+        if presence is FILLING:
+            return ARRIVING
         asking = False
         for number, tier in enumerate(self.tiers):
             if allowed_tiers is not None and number not in allowed_tiers:
                 continue
             found = tier.lookup((key,))[0]
-            if found is Lookup.HIT:
-                promoted = self.plan.promote(number, key, request_id)
-                return Answer.ARRIVING if promoted else Answer.MISS
-            asking = asking or found is Lookup.PENDING
-        return Answer.ASKING if asking else Answer.MISS
+            if found is _IN_TIER:
+                return ARRIVING if self.plan.promote(number, key, request_id) else MISS
+            asking = asking or found is _PENDING
+        return ASKING if asking else MISS
 
     def reserve_store(
         self, keys: Sequence[BlockKey]

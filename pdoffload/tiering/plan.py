@@ -28,7 +28,7 @@ import msgspec
 from pdoffload.errors import MisuseError
 from pdoffload.layout import BlockKey
 from pdoffload.policy.base import Policy
-from pdoffload.tiering.index import Index, Presence, Reservation
+from pdoffload.tiering.index import FILLING, READY, Index, Presence, Reservation
 from pdoffload.tiers.base import Job, JobResult, Settled
 
 HOLD_SHARE = 0.75
@@ -180,9 +180,9 @@ class Plan:
         """Where `key` stands in the host pool. ABSENT: ask the tiers, then `promote`."""
         self.counts.lookups += 1
         presence = self.index.find(key)
-        if presence is Presence.READY:
+        if presence is READY:
             self.counts.host_hits += 1
-        elif presence is Presence.FILLING and key in self._waiters:
+        elif presence is FILLING and key in self._waiters:
             self._waiters[key].add(request_id)
         return presence
 

@@ -27,17 +27,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.layout import BlockKey
-from pdoffload.tiering.manager import Answer, Tiering
+from pdoffload.tiering.manager import ARRIVING, ASKING, HIT, MISS, Tiering
 from pdoffload.vllm import compat
 from pdoffload.vllm.metrics import StatsReader
 
 logger = logging.getLogger(__name__)
 
+# By identity: hashing an enum member runs Python code, and this is asked a thousand times a step.
 _ANSWERS = {
-    Answer.HIT: LookupResult.HIT,
-    Answer.MISS: LookupResult.MISS,
-    Answer.ARRIVING: LookupResult.HIT_PENDING,
-    Answer.ASKING: LookupResult.RETRY,
+    id(HIT): LookupResult.HIT,
+    id(MISS): LookupResult.MISS,
+    id(ARRIVING): LookupResult.HIT_PENDING,
+    id(ASKING): LookupResult.RETRY,
 }
 
 
@@ -59,7 +60,7 @@ class NixlOffloadingManager(OffloadingManager):
         self._poll_once_per_step()
         request_id = req_context.req_id
         allowed = self._allowed_tiers.get(request_id) if self._allowed_tiers else None
-        return _ANSWERS[self.tiering.lookup(BlockKey(key), request_id, allowed)]
+        return _ANSWERS[id(self.tiering.lookup(BlockKey(key), request_id, allowed))]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         number = self.tiering.plan.source_of(BlockKey(key), req_context.req_id)
