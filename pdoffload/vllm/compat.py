@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.file_mapper import FileMapper
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 KNOWN_VERSIONS = ("0.32", "0.33")
 """Minor versions the adapter was checked against."""
 
+CONNECTOR = "PdOffloadConnector"
 SPEC_MODULE = "pdoffload.vllm.spec"
 BUILT_IN_SPECS = ("NixlCPUOffloadingSpec", "NixlTieringOffloadingSpec")
 
@@ -71,7 +73,13 @@ def warn_of_unknown_version() -> None:
 
 
 def adopt_defaults(extra_config: dict[str, Any]) -> None:
-    """Let vLLM's spec factory find our specs by name, and ours be the default."""
+    """Let vLLM's factories find our classes by name, and our spec be the default.
+
+    A MultiConnector's front end asks for the connector by name alone when it reads statistics, whatever
+    module path the configuration gave.
+    """
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "pdoffload.vllm.connector", CONNECTOR)
     registered = OffloadingSpecFactory._registry
     for name in BUILT_IN_SPECS:
         if name not in registered:

@@ -208,3 +208,22 @@ def test_the_adapter_fits_the_interfaces_of(version, request):
         timeout=240,
     )
     assert done.stdout.strip().endswith("ok"), done.stdout + done.stderr[-4000:]
+
+
+def test_beside_vllms_own_nixl_connector(serve, tiny_llama, tmp_path):
+    """As a member of MultiConnector, with an agent of our own beside the main connector's."""
+    main = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [offloading(tmp_path / "kv"), main]},
+    }
+    env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    server = serve(tiny_llama, config, max_model_len=2048, env=env)
+    tokens = prompt(801, seed=11)
+    right = ask(server, tokens)[0].token_ids
+    server.reset_prefix_cache()
+    answer, counted = ask(server, tokens)
+    assert answer.token_ids == right
+    assert counted.cached_tokens_by_source() == {"host": 800}
