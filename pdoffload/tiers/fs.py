@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 MAX_QUEUED_CHUNKS = 4096
 """Chunks that may wait to be stored; and never more than half of the pool, whose slots they pin."""
+LOOK_S = 0.05
+"""How often `poll` looks for what is late."""
 _SIDE_THREADS_S = 1.0
 """What `close` gives the lookup and the quota thread, which hold nothing of the pool."""
 
@@ -76,6 +78,7 @@ class FsTier(Tier):
         self._base = terms.space.base
         self._outcomes: deque[Outcome] = deque()
         self._book = JobBook()
+        self._next_look_s = 0.0
         self._health = StoreHealth()
         self._lookup = FileLookup(
             terms.space, terms.sound_sizes, timeout_s=terms.timeout_s, clock=terms.clock
@@ -219,17 +222,30 @@ class FsTier(Tier):
             _log.info("stores to %s go on", self._base)
 
     def _expire(self) -> None:
+        """Give up what is late, and what no thread will ever take."""
         now_s, timeout_s = self._now_s(), self._terms.timeout_s
-        expired = self._book.late(now_s, timeout_s)
-        for part in expired:
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_S
+        for part in self._book.late(now_s, timeout_s):
             part.expired = True
             error = DeadlineExceeded(part.what, timeout_s)
             self._enter_outcome(failed_outcome(part, error, settled=False, ended_s=now_s))
             self._pool.expired(part)
-        if expired and self._pool.all_stuck():
-            _log.warning("%s", self._stuck_error())
+        if not len(self._queue):
+            return
+        hopeless: StorageError | None = None
+        if self._pool.all_stuck():
+            hopeless = self._stuck_error()
+        elif self._pool.is_empty():
+            self._pool.grow(True)
+            self._pool.grow(False)
+            if self._pool.is_empty():
+                hopeless = StorageError(self._base, "no I/O thread can be started", errno.EAGAIN)
+        if hopeless is not None:
+            _log.warning("%s", hopeless)
             for part in self._queue.drain():
-                self._enter_outcome(failed_outcome(part, self._stuck_error()))
+                self._enter_outcome(failed_outcome(part, hopeless))
 
     # --- small parts ---
 

@@ -10,14 +10,12 @@ from pdoffload.errors import PdOffloadError, StorageError
 from pdoffload.tiers.fs_lane import Files, Lane, Terms
 from pdoffload.tiers.fs_load import load_batch
 from pdoffload.tiers.fs_store import store_batch
+from pdoffload.tiers.growth import Growth
 from pdoffload.tiers.part_queue import PartQueue
 from pdoffload.tiers.parts import Batch, Outcome, Part
 
 _log = logging.getLogger(__name__)
 
-GROW_S = 0.05
-"""How long a backlog has to last per thread there is before one more is started, beyond the first two:
-one computes checksums while the other waits for the disk; more pay where the disk is far away."""
 MAX_STUCK = 8
 """Threads that hang in the file system and have been replaced; beyond it none is replaced."""
 
@@ -34,6 +32,7 @@ class IoThread(threading.Thread):
         queue: PartQueue,
         report: Callable[[list[Outcome]], None],
         took: Callable[[bool], object],
+        moved: Callable[[Batch], object],
         stuck: Callable[[IoThread], object],
     ) -> None:
         super().__init__(name=name, daemon=True)
@@ -49,6 +48,7 @@ class IoThread(threading.Thread):
         self._queue = queue
         self._report = report
         self._took = took
+        self._moved = moved
         self._stuck = stuck
         self._lane: Lane | None = None
 
@@ -61,6 +61,7 @@ class IoThread(threading.Thread):
                 self._took(self.reader)
                 self.current = Batch(parts, self._terms.clock.monotonic_s())
                 self._run_batch(self.current)
+                self._moved(self.current)
                 if self.reader and not self.current.is_load:
                     self._queue.stored()
                 self.current = None
@@ -114,7 +115,7 @@ class IoThread(threading.Thread):
         try:
             lane.settle(self.stopping)
             return lane.close()
-        except PdOffloadError as error:
+        except Exception as error:  # noqa: BLE001 - the thread goes on without this agent
             _log.warning("%s: its agent did not close: %s", self.name, error)
             return not lane.in_flight
 
@@ -147,7 +148,7 @@ class IoPool:
         # Under the lock: who there is. Threads that ended stay in the list until the next look.
         self._lock = threading.Lock()
         self._threads: list[IoThread] = []
-        self._grown_at_s = {True: 0.0, False: 0.0}
+        self._growth = {True: Growth(), False: Growth()}
         self._serial = 0
         self._closed = False
 
@@ -172,18 +173,15 @@ class IoPool:
             if len(at_work) >= self._most[reader] and all(each.hangs for each in at_work):
                 reader = not reader  # the other side helps
                 at_work = self._at_work(reader)
-            if not self._closed and self._is_time_for_more(reader, len(at_work)):
+            if self._closed or len(at_work) >= self._most[reader]:
+                return
+            if self._growth[reader].one_more(len(at_work), self._terms.clock.monotonic_s()):
                 self._start(reader)
 
     def _at_work(self, reader: bool) -> list[IoThread]:
         return [each for each in self._threads if each.reader is reader and not each.retiring]
 
-    def _is_time_for_more(self, reader: bool, count: int) -> bool:
-        waited_s = self._terms.clock.monotonic_s() - self._grown_at_s[reader]
-        return count < self._most[reader] and (count < 2 or waited_s >= GROW_S * count)
-
     def _start(self, reader: bool) -> None:
-        self._grown_at_s[reader] = self._terms.clock.monotonic_s()
         self._serial += 1
         thread = IoThread(
             f"pdoffload-fs-{'read' if reader else 'write'}-{self._serial}",
@@ -192,10 +190,24 @@ class IoPool:
             queue=self._queue,
             report=self._report,
             took=self.grow,
+            moved=self._moved,
             stuck=self.replace,
         )
-        self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The system's limit of threads. Those there are go on; `is_empty` tells if there are none.
+            _log.warning("%s cannot be started: %s", thread.name, error)
+        else:
+            self._threads.append(thread)
+
+    def is_empty(self) -> bool:
+        """There is no thread at all."""
+        return not self.threads()
+
+    def _moved(self, batch: Batch) -> None:
+        with self._lock:
+            self._growth[batch.is_load].moved(len(batch.keys))
 
     def expired(self, part: Part) -> None:
         """The deadline of `part` has passed: let another thread take the place of the one at it."""

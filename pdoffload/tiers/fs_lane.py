@@ -28,7 +28,7 @@ from pdoffload.tiers.writer import WriterDir
 _log = logging.getLogger(__name__)
 
 _FIRST_SLEEP_S = 50e-6
-_LATER_SLEEP_S = 1e-3
+_LATER_SLEEP_S = 4e-3
 _LONGEST_SLEEP_S = 20e-3
 _CLOSE_S = 1.0
 """For the I/O of a request that an agent lost sight of."""
@@ -196,7 +196,7 @@ class Lane:
             self.agent.poll()
             if transfer.state is TransferState.RUNNING:
                 clock.sleep(max(sleep_s, _FIRST_SLEEP_S))
-                sleep_s = min(max(expected_s / 8, sleep_s / 4), _LATER_SLEEP_S)
+                sleep_s = min(expected_s / 8, _LATER_SLEEP_S)
         took_s = (clock.monotonic_s() - started_s) / chunks
         self._chunk_s = (self._chunk_s + took_s) / 2
 

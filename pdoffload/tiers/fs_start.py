@@ -27,6 +27,8 @@ from pdoffload.tiers.writer import WriterDir, sweep
 _log = logging.getLogger(__name__)
 
 Queue = Literal["uring", "aio", "posix_aio"]
+_QUEUES: tuple[Queue, ...] = ("uring", "aio", "posix_aio")
+"""The first two are equally fast and take the same processor time; the last is for systems with neither."""
 _MAX_REQUEST_CHUNKS = 32
 _MAX_REQUEST_BYTES = 32 << 20
 _MAX_IOS = 2 * _MAX_REQUEST_CHUNKS
@@ -152,10 +154,7 @@ def _try_write(path: str, mode: int, flags: int) -> bool:
 
 def posix_backend(config: FsTierConfig, *, direct: bool) -> PosixBackend:
     """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason."""
-    # Direct writes into new files make io_uring hand every one of them to a kernel thread, which costs
-    # a multiple of the processor time of Linux AIO; buffered I/O makes AIO block its thread.
-    by_merit: tuple[Queue, ...] = ("aio", "uring") if direct else ("uring", "aio")
-    queues = (*by_merit, "posix_aio") if config.io == "auto" else (config.io,)
+    queues: tuple[Queue, ...] = _QUEUES if config.io == "auto" else (config.io,)
     reasons: list[str] = []
     for queue in queues:
         backend = PosixBackend(queue=queue, max_ios=_MAX_IOS, kernel_queue=_MAX_IOS)

@@ -49,11 +49,21 @@ def _absent(terms: Terms, batch: Batch, paths: list[str]) -> Numbers:
     forced = batch.forced()
     wanted = []
     for number, path in enumerate(paths):
-        if os.access(path, os.F_OK) and batch.keys[number] not in forced:
-            batch.present[number] = is_chunk_file(os.stat(path), terms.sound_sizes)
-        if not batch.present[number]:
+        if batch.keys[number] not in forced and _is_sound(path, terms.sound_sizes):
+            batch.present[number] = True
+        else:
             wanted.append(number)
     return wanted
+
+
+def _is_sound(path: str, sizes_bytes: tuple[int, ...]) -> bool:
+    # Mostly there is no such file, and this way of asking raises nothing then.
+    if not os.access(path, os.F_OK):
+        return False
+    try:
+        return is_chunk_file(os.stat(path), sizes_bytes)
+    except OSError:
+        return False  # evicted this moment; writing it anew is right for all other causes too
 
 
 def _that_fit_the_disk(terms: Terms, batch: Batch, wanted: Numbers) -> Numbers:
@@ -158,7 +168,7 @@ def _publish(terms: Terms, files: Files, fd: int, path: str) -> None:
             files.publish(fd, path)
     except FileExistsError:
         # Some network file systems do not replace: somebody else was first.
-        if not is_chunk_file(os.stat(path), terms.sound_sizes):
+        if not _is_sound(path, terms.sound_sizes):
             raise
 
 

@@ -139,10 +139,12 @@ class Batch:
         return frozenset().union(*(part.forced for part in self.parts))
 
     def fail_rest(self, error: PdOffloadError) -> None:
-        """Whatever was not there already and has not failed otherwise failed by `error`."""
-        for number, present in enumerate(self.present):
-            if not present:
+        """Whatever is not known to have succeeded, or failed otherwise, failed by `error`."""
+        for number in range(len(self.keys)):
+            stored = self.present[number] or (self.moved[number] and not self.is_load)
+            if not stored:
                 self.errors.setdefault(number, error)
+                self.verified[number] = False
 
     def outcomes(self, chunk_bytes: int, *, settled: bool, ended_s: float) -> list[Outcome]:
         """How each part ended."""

@@ -55,8 +55,8 @@ def test_every_flipped_bit_is_noticed(at: int, bit: int) -> None:
 
 
 @given(st.binary(min_size=1, max_size=64))
-def test_a_page_of_anything_is_no_trailer(start: bytes) -> None:
-    with pytest.raises(CorruptChunk, match="no trailer"):
+def test_a_page_of_anything_is_corrupt(start: bytes) -> None:
+    with pytest.raises(CorruptChunk):
         FORM.digest(start.ljust(TRAILER_BYTES, start[-1:]), KEY, "f")
 
 

@@ -159,6 +159,24 @@ def test_one_bad_read_does_not_fail_the_chunks_that_came_in_well(tmp_path: Path)
         assert rig.tier.lookup((B,)) == [Lookup.MISS]
 
 
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_c16_work_fails_where_no_thread_can_be_started_and_goes_on_when_one_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with open_fs(tmp_path, make_agent=FakeAgent) as rig:
+        run = rig.store if verb == "store" else rig.load
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", start)
+            failed = run((A,), (0,))
+            assert "no I/O thread can be started" in str(failed.failed[0][1])
+            assert failed.settled
+        assert rig.store((B,), (1,)).failed == ()
+        assert rig.load((B,), (9,)).verified == 1
+
+
 # --- deadlines ---
 
 
@@ -169,7 +187,7 @@ def test_a_transfer_that_hangs_fails_at_its_deadline_and_settles_later(tmp_path:
         rig.store((A, B), (0, 1))
         fakes.driver.hold(1)
         stuck = rig.submit_load((A, B), (10, 11))
-        rig.until(lambda: "start" in fakes.driver.calls[-3:], "the transfer to begin")
+        rig.until(lambda: fakes.driver.calls.count("start") == 2, "the transfer to begin")
         clock.shift_s += TIMEOUT_S + 1
         result = rig.result(stuck)
         assert not result.settled

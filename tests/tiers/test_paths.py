@@ -165,7 +165,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     told = problem(tmp_path / "file")
     assert "root_dir" in told
-    assert "Not a directory" in told
+    assert "is not a folder" in told
     assert (tmp_path / "file").read_text() == ""
 
 
