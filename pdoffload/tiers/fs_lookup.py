@@ -26,7 +26,8 @@ from pdoffload.tiers.paths import Namespace, is_chunk_file
 _log = logging.getLogger(__name__)
 
 ABSENT_S = 1.0
-MAX_PRESENT = 262_144
+MAX_PRESENT = 32_768
+"""Known files. One more costs over 100 bytes here, one less a `stat` on the lookup thread."""
 MAX_ABSENT = 65_536
 MAX_BARRED = 65_536
 MAX_PENDING = 65_536
