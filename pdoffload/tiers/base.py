@@ -100,7 +100,9 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     vanished_chunks: int = 0
     """Loads of a chunk that a lookup had found."""
     failed_stores: int = 0
+    """Jobs of which any chunk failed; dropped ones are counted below instead."""
     failed_loads: int = 0
+    """Jobs of which any chunk failed."""
     dropped_stores: int = 0
     """Stores refused because the queue was full, or the tier full or degraded."""
     deadlines_exceeded: int = 0

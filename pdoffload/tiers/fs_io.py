@@ -200,6 +200,8 @@ class IoPool:
             _log.warning("%s cannot be started: %s", thread.name, error)
         else:
             self._threads.append(thread)
+            if len(self._at_work(reader)) >= self._most[reader]:
+                self._queue.take_help(reader=reader)
 
     def is_empty(self) -> bool:
         """There is no thread at all."""

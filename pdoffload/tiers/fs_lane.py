@@ -28,8 +28,8 @@ from pdoffload.tiers.writer import WriterDir
 _log = logging.getLogger(__name__)
 
 _FIRST_SLEEP_S = 50e-6
-_LATER_SLEEP_S = 4e-3
-_LONGEST_SLEEP_S = 20e-3
+_LATER_SLEEP_S = 10e-3
+_LONGEST_SLEEP_S = 50e-3
 _CLOSE_S = 1.0
 """For the I/O of a request that an agent lost sight of."""
 
@@ -198,7 +198,8 @@ class Lane:
                 clock.sleep(max(sleep_s, _FIRST_SLEEP_S))
                 sleep_s = min(expected_s / 8, _LATER_SLEEP_S)
         took_s = (clock.monotonic_s() - started_s) / chunks
-        self._chunk_s = (self._chunk_s + took_s) / 2
+        # Falls at once, so that one late request makes no other one late; rises slowly.
+        self._chunk_s = min(took_s, (self._chunk_s + took_s) / 2)
 
     @property
     def in_flight(self) -> bool:

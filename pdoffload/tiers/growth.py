@@ -23,10 +23,10 @@ class Growth:
         self._heard_s = float("-inf")
         self._since_s = 0.0
         self._rate = 0.0
-        """Chunks per second before the last thread was started, or at the last look."""
+        """Chunks per second, the best so far."""
 
     def __repr__(self) -> str:
-        return f"<Growth {self._rate:.0f} chunks/s at the last look>"
+        return f"<Growth {self._rate:.0f} chunks/s at best>"
 
     def moved(self, chunks: int) -> None:
         """A thread has ended a batch."""
@@ -45,7 +45,7 @@ class Growth:
         rate = self._chunks / elapsed_s
         # Had the last thread brought its full share, the pace would have grown by 1 / (count - 1).
         faster = rate > self._rate * (1 + 0.5 / (count - 1))
-        self._rate = rate
+        self._rate = max(self._rate, rate)
         self._begin(now_s)
         return faster
 

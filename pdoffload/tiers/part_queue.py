@@ -13,9 +13,9 @@ from pdoffload.tiers.parts import Part
 class PartQueue:
     """Parts that wait for a thread. Any thread.
 
-    A reader takes loads first, a writer stores first; each helps the other side when its own is empty.
-    One reader never helps, so that a load finds a thread even while every store is stuck; unless it is
-    the only reader and no store is under way.
+    A reader takes loads first, a writer stores first. Each helps the other side when its own is empty and
+    the other has all the threads it may have. One reader never helps, so that a load finds a thread even
+    while every store is stuck; unless it is the only reader and no store is under way.
     """
 
     def __init__(self, *, num_readers: int, max_waiting_stores: int, most_chunks: int) -> None:
@@ -25,6 +25,7 @@ class PartQueue:
         self._woken = {True: threading.Condition(lock), False: threading.Condition(lock)}
         self._idle = {True: 0, False: 0}
         self._waking = {True: 0, False: 0}
+        self._takes_help = {True: False, False: False}
         self._loads: deque[Part] = deque()
         self._stores: deque[Part] = deque()
         self._num_readers = num_readers
@@ -57,7 +58,8 @@ class PartQueue:
                 self._stores.extend(parts)
                 self._waiting_stores += sum(len(part.keys) for part in parts)
             left = len(parts) - self._wake(is_load, len(parts))
-            self._wake(not is_load, left)
+            if self._takes_help[is_load]:
+                self._wake(not is_load, left)
 
     def _wake(self, reader: bool, count: int) -> int:
         count = min(count, self._idle[reader])
@@ -65,6 +67,11 @@ class PartQueue:
         self._waking[reader] += count
         self._woken[reader].notify(count)
         return count
+
+    def take_help(self, *, reader: bool) -> None:
+        """That side has all its threads: idle ones of the other side help it from now on."""
+        with self._lock:
+            self._takes_help[reader] = True
 
     def wants_thread(self, *, reader: bool) -> bool:
         """Whether work of that side waits that no thread of that side is on its way to."""
@@ -89,12 +96,15 @@ class PartQueue:
             return []
 
     def _next(self, reader: bool) -> list[Part]:
-        if self._loads and (reader or not self._stores):
+        if reader and self._loads:
+            return self._up_to_a_request(self._loads)
+        if not reader and not self._stores and self._loads and self._takes_help[True]:
             return self._up_to_a_request(self._loads)
         if not self._stores:
             return []
         if reader:
-            if self._readers_storing >= max(1, self._num_readers - 1):
+            most = max(1, self._num_readers - 1)
+            if not self._takes_help[False] or self._readers_storing >= most:
                 return []
             self._readers_storing += 1
         parts = self._up_to_a_request(self._stores)

@@ -14,11 +14,15 @@ def part(job_id: int, *, is_load: bool, chunks: int = 1) -> Part:
 
 
 def queue_of(
-    num_readers: int = 2, max_waiting_stores: int = 100, most_chunks: int = 8
+    num_readers: int = 2, max_waiting_stores: int = 100, most_chunks: int = 8, *, help: bool = True
 ) -> PartQueue:
-    return PartQueue(
+    queue = PartQueue(
         num_readers=num_readers, max_waiting_stores=max_waiting_stores, most_chunks=most_chunks
     )
+    if help:
+        queue.take_help(reader=True)
+        queue.take_help(reader=False)
+    return queue
 
 
 def ids(parts: list[Part]) -> list[int]:
@@ -40,6 +44,18 @@ def test_each_side_helps_the_other_when_its_own_is_empty() -> None:
     assert ids(queue.take(reader=False)) == [1]
     queue.put([part(2, is_load=False)])
     assert ids(queue.take(reader=True)) == [2]
+
+
+def test_nobody_helps_a_side_that_may_still_start_threads_of_its_own() -> None:
+    queue = queue_of(help=False)
+    queue.put([part(1, is_load=True)])
+    taken: list[Part] = []
+    writer = threading.Thread(target=lambda: taken.extend(queue.take(reader=False)))
+    writer.start()
+    queue.put([part(2, is_load=False)])
+    writer.join(10)
+    assert ids(taken) == [2]
+    assert ids(queue.take(reader=True)) == [1]
 
 
 def test_c25_one_reader_never_stores() -> None:
