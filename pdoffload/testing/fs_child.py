@@ -8,6 +8,7 @@ reads one command a line and answers with one JSON object a line:
     load NAME COUNT      loads them into the slots COUNT, COUNT + 1, ... and compares the bytes
     lookup NAME COUNT    how many are HIT
     spawn NAME           starts a process that stores 8 chunks at a time, without end: two answers
+    reap PID             waits for the end of such a process
     stats, fds           the tier's counters; open file descriptors of the process
     exhaust, relent      open files until no more can be opened; close them again
     fork                 a child tries every verb: how many were refused
@@ -109,6 +110,8 @@ def _obey(rig: FsRig, verb: str, name: str = "", count: str = "0") -> dict[str, 
         return {"hits": rig.lookup(*keys).count(Lookup.HIT)}
     if verb == "spawn":
         return {"pid": _spawn(rig.root, name)}
+    if verb == "reap":
+        return {"ended": os.waitpid(int(name), 0)[0]}
     if verb == "stats":
         answer: dict[str, Any] = msgspec.to_builtins(rig.tier.stats())
         return answer

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from pdoffload.agent.agent import Agent
 from pdoffload.config import FsTierConfig, Locality
 from pdoffload.errors import ConfigError, CorruptChunk, MisuseError, StorageError, StorageFull
 from pdoffload.layout import BlockKey, RunConfig
@@ -301,13 +302,16 @@ def test_c25_what_is_no_file_fails_and_never_hangs(tmp_path: Path, kind: str) ->
     with open_fs(tmp_path, make_agent=FakeAgent) as rig:
         rig.store((A, B), (0, 1))
         path = rig.path(A)
+        content = path.read_bytes()
         path.unlink()
         if kind == "fifo":
             os.mkfifo(path)
         elif kind == "folder":
             path.mkdir()
         elif kind == "link to a file":
-            path.symlink_to(rig.path(B))
+            # A sound file of this very chunk, but somewhere else.
+            path.with_suffix(".kept").write_bytes(content)
+            path.symlink_to(path.with_suffix(".kept"))
         else:
             os.symlink("/dev/zero", path)
         loaded = rig.load((A, B), (10, 11))
@@ -401,6 +405,34 @@ def test_a_quota_is_kept_and_evicted_chunks_are_misses(tmp_path: Path) -> None:
         assert answers[0] is MISS
         hits = tuple(key for key, answer in zip(keys, answers, strict=True) if answer is HIT)
         assert rig.load(hits, range(50, 50 + len(hits))).failed == ()
+
+
+def test_chunks_of_a_load_in_the_queue_are_not_evicted(tmp_path: Path) -> None:
+    clock = ShiftedClock()
+    fakes = {"read": Fakes(clock), "write": Fakes(clock)}
+
+    def make_agent(name: str) -> Agent:
+        return fakes["read" if "read" in name else "write"](name)
+
+    # Two readers hang, a third is not started so soon, and writers do not help before it is.
+    settings = {"n_read_threads": 3, "n_write_threads": 1, "max_bytes": 10 * (CHUNK + 4096)}
+    with open_fs(tmp_path, make_agent=make_agent, clock=clock, **settings) as rig:
+        rig.store((A, B), (0, 1))
+        for key in (A, B):
+            os.utime(rig.path(key), (1, 1))
+        fakes["read"].driver.hold()
+        busy = [rig.submit_load((A,), (40,)), rig.submit_load((A,), (41,))]
+        rig.until(lambda: fakes["read"].driver.calls.count("start") == 2, "readers to be busy")
+        queued = rig.submit_load((B,), (42,))
+        for number in range(20):
+            assert rig.store(keys_of(number), (number,)).failed == ()
+        assert rig.path(A).exists()
+        assert rig.path(B).exists()
+        fakes["read"].driver.let_go()
+        assert [rig.result(job_id).verified for job_id in (*busy, queued)] == [1, 1, 1]
+        for number in range(20, 40):
+            assert rig.store(keys_of(number), (number,)).failed == ()
+        assert not rig.path(B).exists(), "read, and then the least recently used again"
 
 
 def test_a_job_bigger_than_the_quota_fails_and_says_so(tmp_path: Path) -> None:

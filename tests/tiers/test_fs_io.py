@@ -75,6 +75,20 @@ def test_c16_a_fault_of_nixl_fails_its_job_once_and_the_next_succeeds(
         assert rig.temps() == []
 
 
+def test_c16_a_request_nixl_lost_sight_of_does_not_cost_its_side_the_only_thread(
+    tmp_path: Path,
+) -> None:
+    fakes = Fakes(ShiftedClock())
+    settings = {"n_read_threads": 1, "n_write_threads": 1, "close_s": 0.1}
+    with open_fs(tmp_path, make_agent=fakes, **settings) as rig:
+        for number in range(5):
+            fakes.driver.script("start", NixlError("transfer", "no"))
+            result = rig.store(keys_of(number), (number,))
+            assert not result.settled, "bytes may still be read out of the slot"
+            assert rig.store(keys_of(("good", number)), (number,)).failed == ()
+        assert rig.tier.stats().quarantined_slots == 5
+
+
 @pytest.mark.parametrize("call", ["deregister", "release", "close"])
 def test_c16_a_fault_while_giving_back_loses_no_result(tmp_path: Path, call: FakeCall) -> None:
     fakes = Fakes(ShiftedClock())
@@ -183,7 +197,7 @@ def test_c16_work_fails_where_no_thread_can_be_started_and_goes_on_when_one_can(
 def test_a_transfer_that_hangs_fails_at_its_deadline_and_settles_later(tmp_path: Path) -> None:
     clock = ShiftedClock()
     fakes = Fakes(clock)
-    with open_fs(tmp_path, make_agent=fakes, clock=clock) as rig:
+    with open_fs(tmp_path, make_agent=fakes, clock=clock, n_read_threads=1) as rig:
         rig.store((A, B), (0, 1))
         fakes.driver.hold(1)
         stuck = rig.submit_load((A, B), (10, 11))
@@ -195,6 +209,7 @@ def test_a_transfer_that_hangs_fails_at_its_deadline_and_settles_later(tmp_path:
         assert rig.tier.stats().quarantined_slots == 2
         assert rig.tier.stats().deadlines_exceeded == 1
         assert stuck not in rig.settled
+        assert rig.load((A, B), (20, 21)).verified == 2, "another thread has taken over"
         fakes.driver.let_go()
         rig.until(lambda: stuck in rig.settled, "the news that nothing moves any more")
         assert rig.tier.stats().quarantined_slots == 0

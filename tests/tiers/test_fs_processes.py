@@ -96,6 +96,7 @@ def test_c05_no_crash_leaves_anything_and_live_writers_are_left_alone(tmp_path: 
             (pid,) = (answer["pid"] for answer in answers if "pid" in answer)
             SYSTEM_CLOCK.sleep(rng.uniform(0.0, 0.03))  # the moment of death is the point here
             os.kill(pid, signal.SIGKILL)
+            assert parent.ask(f"reap {pid}") == {"ended": pid}
             assert bystander.ask(f"store live{number} 8")["succeeded"] == 8
         alive = [p for p in tmp_path.glob("*/.tmp/*") if f"-{bystander.process.pid}-" in p.name]
         assert len(alive) == 1
