@@ -21,6 +21,7 @@ from pdoffload.memory.host import HostRegion
 from pdoffload.testing.agents import FakeAgent, FakeCall, FakeDriver
 from pdoffload.testing.fs_rig import Fakes, FsRig, open_fs
 from pdoffload.testing.tier_rig import ShiftedClock, filled_region, keys_of
+from pdoffload.tiers import fs_io
 from pdoffload.tiers.base import Lookup
 from pdoffload.tiers.fs_io import MAX_STUCK
 
@@ -275,6 +276,42 @@ def test_c25_a_stuck_thread_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
         hangs.released.set()
         rig.until(lambda: set(stuck) <= rig.settled, "the stuck threads to come back")
         assert rig.tier.stats().quarantined_slots == 0
+
+
+def test_c25_what_waits_behind_stuck_threads_is_taken_over_without_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ShiftedClock()
+    hangs = Hangs(monkeypatch)
+    with open_fs(
+        tmp_path, make_agent=FakeAgent, clock=clock, n_read_threads=1, n_write_threads=1
+    ) as rig:
+        rig.store((A, B), (0, 1))
+        for number in (1, 2):  # the reader, and the writer who helps
+            rig.submit_load((A,), (63,))
+            rig.until(lambda number=number: hangs.hanging == number, "a thread to hang")
+        waiting = rig.submit_load((B,), (11,))
+        clock.shift_s += TIMEOUT_S + 1
+        assert rig.result(waiting).verified == 1
+        hangs.released.set()
+
+
+def test_c25_the_other_side_is_called_to_help_where_nobody_may_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs_io, "MAX_STUCK", 0)
+    clock = ShiftedClock()
+    hangs = Hangs(monkeypatch)
+    settings = {"n_read_threads": 1, "n_write_threads": 1}
+    with open_fs(tmp_path, make_agent=FakeAgent, **settings) as rig:
+        rig.store((B,), (1,))
+    with open_fs(tmp_path, make_agent=FakeAgent, clock=clock, **settings) as rig:
+        rig.submit_load((A,), (63,))
+        rig.until(lambda: hangs.hanging == 1, "the only reader to hang")
+        waiting = rig.submit_load((B,), (11,))
+        clock.shift_s += TIMEOUT_S + 1
+        assert rig.result(waiting).verified == 1
+        hangs.released.set()
 
 
 def test_c25_when_every_thread_is_stuck_work_fails_at_once_until_one_comes_back(
