@@ -50,7 +50,7 @@ from pdoffload.config import FsTierConfig
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
 from pdoffload.memory.host import HostRegion
 from pdoffload.tiers.base import Job, JobResult, TierContext
-from pdoffload.tiers.fs import FsTier
+from pdoffload.tiers.fs.tier import FsTier
 
 # From few files to many: ext4 is slow at making files where many were deleted minutes ago.
 CHUNKS_BYTES = (8 * MIB, 2 * MIB, 256 * KIB)

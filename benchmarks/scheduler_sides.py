@@ -25,7 +25,7 @@ from pdoffload.memory.host import HostRegion, SlotStatus
 from pdoffload.policy import make_policy
 from pdoffload.tiering.manager import Tiering
 from pdoffload.tiers.base import Job, JobResult, Lookup, Settled, Tier, TierContext, TierStats
-from pdoffload.tiers.fs import FsTier
+from pdoffload.tiers.fs.tier import FsTier
 from pdoffload.vllm.manager import NixlOffloadingManager
 
 _FLUSH_BOUND_S = 60.0

@@ -15,8 +15,8 @@ from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
 from pdoffload.testing.agents import FakeAgent, FakeDriver
 from pdoffload.testing.tier_rig import ShiftedClock, TierDriver, context_of, filled_region
-from pdoffload.tiers.fs import FsTier
-from pdoffload.tiers.fs_lane import MakeAgent
+from pdoffload.tiers.fs.lane import MakeAgent
+from pdoffload.tiers.fs.tier import FsTier
 
 
 class FsRig(TierDriver):

@@ -33,8 +33,8 @@ from pdoffload.memory.rendezvous import size_problems
 from pdoffload.policy import make_policy
 from pdoffload.tiering.manager import Tiering
 from pdoffload.tiers.base import Tier, TierContext
-from pdoffload.tiers.fs import FsTier
-from pdoffload.tiers.paths import root_problems
+from pdoffload.tiers.fs.paths import root_problems
+from pdoffload.tiers.fs.tier import FsTier
 from pdoffload.vllm import compat, metrics
 from pdoffload.vllm.manager import NixlOffloadingManager
 from pdoffload.vllm.worker import NixlOffloadingWorker

@@ -9,7 +9,7 @@ import pytest
 
 from pdoffload.errors import ConfigError
 from pdoffload.layout import RunConfig, make_key
-from pdoffload.tiers.paths import Namespace, dir_mode, open_namespace
+from pdoffload.tiers.fs.paths import Namespace, dir_mode, open_namespace
 
 FIELDS = {
     "model_name": "org/model",

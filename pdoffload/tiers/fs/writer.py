@@ -21,7 +21,7 @@ import uuid
 
 from pdoffload.clock import Clock
 from pdoffload.errors import StorageError
-from pdoffload.tiers.paths import TEMP_NAME, Namespace
+from pdoffload.tiers.fs.paths import TEMP_NAME, Namespace
 
 _log = logging.getLogger(__name__)
 

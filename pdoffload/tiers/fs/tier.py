@@ -1,6 +1,6 @@
 """The fs tier: chunk files in a directory, moved by NIXL POSIX. This file is the owner's side.
 
-    owner thread                           I/O threads (`fs_io`)     lookup thread   quota thread
+    owner thread                           I/O threads (`io_threads`) lookup thread   quota thread
     store, load --> PartQueue ----------> open, move, verify,       stat            walk, evict
     poll        <-- outcomes <------------ rename                      |
     lookup      <-- answers <------------------------------------------'
@@ -28,10 +28,10 @@ from pdoffload.tiers.base import (
     TierContext,
     TierStats,
 )
-from pdoffload.tiers.fs_io import IoPool
-from pdoffload.tiers.fs_lane import MakeAgent
-from pdoffload.tiers.fs_lookup import FileLookup
-from pdoffload.tiers.fs_start import prepare
+from pdoffload.tiers.fs.io_threads import IoPool
+from pdoffload.tiers.fs.lane import MakeAgent
+from pdoffload.tiers.fs.lookup import FileLookup
+from pdoffload.tiers.fs.start import prepare
 from pdoffload.tiers.health import StoreHealth
 from pdoffload.tiers.jobs import JobBook, LiveJob
 from pdoffload.tiers.part_queue import PartQueue

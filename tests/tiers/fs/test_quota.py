@@ -12,9 +12,9 @@ import pytest
 from pdoffload.clock import SYSTEM_CLOCK
 from pdoffload.layout import BlockKey, RunConfig
 from pdoffload.testing.tier_rig import ShiftedClock, keys_of
-from pdoffload.tiers import quota as quota_module
-from pdoffload.tiers.paths import Namespace, open_namespace
-from pdoffload.tiers.quota import LOCK_NAME, LOW_WATER, WALK_EVERY_S, Quota
+from pdoffload.tiers.fs import quota as quota_module
+from pdoffload.tiers.fs.paths import Namespace, open_namespace
+from pdoffload.tiers.fs.quota import LOCK_NAME, LOW_WATER, WALK_EVERY_S, Quota
 
 SIZE = 1000
 KEYS = keys_of(*range(40))

@@ -9,9 +9,9 @@ from pdoffload.agent.agent import Op
 from pdoffload.errors import PdOffloadError, StorageError, StorageFull
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES
-from pdoffload.tiers.fs_lane import Files, Lane, Terms
+from pdoffload.tiers.fs.lane import Files, Lane, Terms
+from pdoffload.tiers.fs.paths import is_chunk_file
 from pdoffload.tiers.parts import Batch
-from pdoffload.tiers.paths import is_chunk_file
 
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 

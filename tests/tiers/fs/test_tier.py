@@ -18,7 +18,7 @@ from pdoffload.testing.tier_contract import TierContract
 from pdoffload.testing.tier_rig import ShiftedClock, context_of, filled_region, keys_of
 from pdoffload.tiers.base import Lookup, Tier, TierContext, Verify
 from pdoffload.tiers.chunkfile import ChunkFormat
-from pdoffload.tiers.fs import FsTier
+from pdoffload.tiers.fs.tier import FsTier
 
 CHUNK = 8192
 HIT, MISS = Lookup.HIT, Lookup.MISS

@@ -12,7 +12,7 @@ from pdoffload.agent.agent import Op
 from pdoffload.errors import CorruptChunk, PdOffloadError, StorageError
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES
-from pdoffload.tiers.fs_lane import Files, Lane, Terms, remove_quietly
+from pdoffload.tiers.fs.lane import Files, Lane, Terms, remove_quietly
 from pdoffload.tiers.parts import Batch
 
 # O_NONBLOCK: a FIFO in a chunk's place must not hold the thread.

@@ -16,11 +16,11 @@ from pdoffload.layout import RunConfig
 from pdoffload.memory.host import HostRegion
 from pdoffload.testing.agents import FakeAgent
 from pdoffload.testing.tier_rig import context_of, filled_region
-from pdoffload.tiers import fs_start
 from pdoffload.tiers.base import TierContext, Verify
-from pdoffload.tiers.fs_start import Start, prepare, probe_files, request_limits
-from pdoffload.tiers.paths import open_namespace
-from pdoffload.tiers.writer import WriterDir
+from pdoffload.tiers.fs import start as start_module
+from pdoffload.tiers.fs.paths import open_namespace
+from pdoffload.tiers.fs.start import Start, prepare, probe_files, request_limits
+from pdoffload.tiers.fs.writer import WriterDir
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -156,7 +156,7 @@ def test_a_root_that_takes_no_file_is_refused_and_leaves_no_folder_of_a_writer(
 def test_an_unusable_queue_is_told_with_the_reason(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fs_start, "probe", lambda backend: f"no {backend.queue} here")
+    monkeypatch.setattr(start_module, "probe", lambda backend: f"no {backend.queue} here")
     told = problem(tmp_path, context_of(region), io="uring")
     assert told == "io: 'uring' is not usable here: uring: no uring here"
     told = problem(tmp_path, context_of(region), io="auto")
@@ -172,7 +172,7 @@ def test_the_next_queue_is_taken_and_said_once(
 ) -> None:
     usable = {"posix_aio"}
     monkeypatch.setattr(
-        fs_start, "probe", lambda backend: None if backend.queue in usable else "forbidden"
+        start_module, "probe", lambda backend: None if backend.queue in usable else "forbidden"
     )
     config = FsTierConfig(root_dir=str(tmp_path))
     with caplog.at_level(logging.INFO):

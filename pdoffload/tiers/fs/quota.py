@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from pdoffload.clock import Clock
 from pdoffload.layout import BlockKey, make_key
-from pdoffload.tiers.paths import Namespace
+from pdoffload.tiers.fs.paths import Namespace
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 from pdoffload.clock import Clock
 from pdoffload.layout import BlockKey
 from pdoffload.tiers.base import Lookup
-from pdoffload.tiers.paths import Namespace, is_chunk_file
+from pdoffload.tiers.fs.paths import Namespace, is_chunk_file
 
 _log = logging.getLogger(__name__)
 

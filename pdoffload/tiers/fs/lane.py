@@ -20,10 +20,10 @@ from pdoffload.errors import DeadlineExceeded, PdOffloadError, TransferError
 from pdoffload.memory.host import HostRegion
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES, ChunkFormat
+from pdoffload.tiers.fs.paths import Namespace
+from pdoffload.tiers.fs.quota import Quota
+from pdoffload.tiers.fs.writer import WriterDir
 from pdoffload.tiers.parts import Batch
-from pdoffload.tiers.paths import Namespace
-from pdoffload.tiers.quota import Quota
-from pdoffload.tiers.writer import WriterDir
 
 _log = logging.getLogger(__name__)
 

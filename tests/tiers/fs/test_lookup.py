@@ -13,8 +13,8 @@ from pdoffload.layout import BlockKey, RunConfig
 from pdoffload.testing.clock import FakeClock
 from pdoffload.testing.tier_rig import keys_of
 from pdoffload.tiers.base import Lookup
-from pdoffload.tiers.fs_lookup import ABSENT_S, MAX_PENDING, FileLookup
-from pdoffload.tiers.paths import open_namespace
+from pdoffload.tiers.fs.lookup import ABSENT_S, MAX_PENDING, FileLookup
+from pdoffload.tiers.fs.paths import open_namespace
 
 SIZE = 5000
 TIMEOUT_S = 30.0

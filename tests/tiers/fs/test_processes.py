@@ -19,7 +19,7 @@ from pdoffload.testing.agents import FakeAgent
 from pdoffload.testing.fs_child import CHUNK_BYTES, SLOTS, FsChild
 from pdoffload.testing.fs_rig import open_fs
 from pdoffload.testing.tier_rig import ShiftedClock, context_of, filled_region, keys_of
-from pdoffload.tiers.paths import Namespace
+from pdoffload.tiers.fs.paths import Namespace
 
 FILE_BYTES = CHUNK_BYTES + 4096
 

@@ -15,16 +15,16 @@ import pytest
 from pdoffload.clock import SYSTEM_CLOCK
 from pdoffload.layout import RunConfig
 from pdoffload.testing.clock import FakeClock
-from pdoffload.tiers.paths import Namespace, open_namespace
-from pdoffload.tiers.writer import FOREIGN_QUIET_S, LOCK_NAME, WriterDir, sweep
+from pdoffload.tiers.fs.paths import Namespace, open_namespace
+from pdoffload.tiers.fs.writer import FOREIGN_QUIET_S, LOCK_NAME, WriterDir, sweep
 
 RUN = RunConfig(fields={"model_name": "m"})
 
 WRITER = """
 import sys
 from pdoffload.layout import RunConfig
-from pdoffload.tiers.paths import open_namespace
-from pdoffload.tiers.writer import WriterDir
+from pdoffload.tiers.fs.paths import open_namespace
+from pdoffload.tiers.fs.writer import WriterDir
 space = open_namespace(sys.argv[1], RunConfig(fields={"model_name": "m"}), 0, 0o600)
 writer = WriterDir(space)
 for size in (1000, 2000):

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 
 from pdoffload.errors import PdOffloadError, StorageError
-from pdoffload.tiers.fs_lane import Files, Lane, Terms
-from pdoffload.tiers.fs_load import load_batch
-from pdoffload.tiers.fs_store import store_batch
-from pdoffload.tiers.growth import Growth
+from pdoffload.tiers.fs.growth import Growth
+from pdoffload.tiers.fs.lane import Files, Lane, Terms
+from pdoffload.tiers.fs.load import load_batch
+from pdoffload.tiers.fs.store import store_batch
 from pdoffload.tiers.part_queue import PartQueue
 from pdoffload.tiers.parts import Batch, Outcome, Part
 

@@ -19,10 +19,10 @@ from pdoffload.errors import ConfigError
 from pdoffload.layout import PAGE_BYTES
 from pdoffload.tiers.base import TierContext, Verify
 from pdoffload.tiers.chunkfile import ChunkFormat
-from pdoffload.tiers.fs_lane import MakeAgent, Terms
-from pdoffload.tiers.paths import Namespace, open_namespace
-from pdoffload.tiers.quota import Quota
-from pdoffload.tiers.writer import WriterDir, sweep
+from pdoffload.tiers.fs.lane import MakeAgent, Terms
+from pdoffload.tiers.fs.paths import Namespace, open_namespace
+from pdoffload.tiers.fs.quota import Quota
+from pdoffload.tiers.fs.writer import WriterDir, sweep
 
 _log = logging.getLogger(__name__)
 

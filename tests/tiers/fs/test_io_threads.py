@@ -21,9 +21,9 @@ from pdoffload.memory.host import HostRegion
 from pdoffload.testing.agents import FakeAgent, FakeCall, FakeDriver
 from pdoffload.testing.fs_rig import Fakes, FsRig, open_fs
 from pdoffload.testing.tier_rig import ShiftedClock, filled_region, keys_of
-from pdoffload.tiers import fs_io
 from pdoffload.tiers.base import Lookup
-from pdoffload.tiers.fs_io import MAX_STUCK
+from pdoffload.tiers.fs import io_threads as io_module
+from pdoffload.tiers.fs.io_threads import MAX_STUCK
 
 TIMEOUT_S = 30.0
 A, B, C, D = keys_of("a", "b", "c", "d")
@@ -299,7 +299,7 @@ def test_c25_what_waits_behind_stuck_threads_is_taken_over_without_another_call(
 def test_c25_the_other_side_is_called_to_help_where_nobody_may_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fs_io, "MAX_STUCK", 0)
+    monkeypatch.setattr(io_module, "MAX_STUCK", 0)
     clock = ShiftedClock()
     hangs = Hangs(monkeypatch)
     settings = {"n_read_threads": 1, "n_write_threads": 1}
