@@ -173,8 +173,9 @@ class ApiClient:
         except self._httpx.HTTPError as error:
             raise ApiError(f"POST {path}", str(error) or type(error).__name__) from error
 
-    def reset_prefix_cache(self, *, timeout_s: float = 30.0) -> None:
-        """Make the device forget every cached block; what lies outside the device stays.
+    def reset_prefix_cache(self, *, timeout_s: float = 30.0, host_too: bool = False) -> None:
+        """Make the device forget every cached block. What lies outside it stays; with `host_too` the
+        host pool forgets its chunks as well, and only the tiers keep theirs.
 
         The server refuses while blocks are held by running work, so this asks again until
         `timeout_s` has passed, then raises `DeadlineExceeded`. Raises `ApiError` if there is no
@@ -182,7 +183,9 @@ class ApiClient:
         """
         deadline_s = self._clock.monotonic_s() + timeout_s
         while True:
-            response = self._http.post("/reset_prefix_cache")
+            response = self._http.post(
+                "/reset_prefix_cache", params={"reset_external": str(host_too).lower()}
+            )
             if response.status_code != 200:
                 raise ApiError("POST /reset_prefix_cache", response.text, response.status_code)
             # Older servers answer with an empty body.

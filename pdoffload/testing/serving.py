@@ -292,9 +292,9 @@ class VllmServer:
         """One completion; see `ApiClient.complete`."""
         return self.api.complete(prompt, max_tokens=max_tokens, **parameters)
 
-    def reset_prefix_cache(self, *, timeout_s: float = 30.0) -> None:
-        """Forget what device memory holds; host memory and tiers keep theirs."""
-        self.api.reset_prefix_cache(timeout_s=timeout_s)
+    def reset_prefix_cache(self, *, timeout_s: float = 30.0, host_too: bool = False) -> None:
+        """Forget what device memory holds; tiers, and without `host_too` host memory, keep theirs."""
+        self.api.reset_prefix_cache(timeout_s=timeout_s, host_too=host_too)
 
     def metrics(self) -> Metrics:
         """Every sample of the server's own /metrics, now."""

@@ -118,6 +118,24 @@ def test_limits_of_a_request_are_kept(serve, tiny_llama):
     assert "max_load_tokens must be a non-negative int" in server.log_text()
 
 
+def test_c22_a_reset_of_the_host_pool_leaves_the_files_and_the_right_tokens(
+    serve, tiny_llama, tmp_path
+):
+    """The reset comes right after a prompt, while its chunks are still on their way to the disk."""
+    server = serve(tiny_llama, offloading(tmp_path / "kv"), max_model_len=2048)
+    for seed in (12, 13):
+        tokens = prompt(801, seed=seed)
+        right, _ = ask(server, tokens)
+        server.reset_prefix_cache(host_too=True)
+        wait_for_chunks(tmp_path / "kv", 25 * (seed - 11))
+        answer, counted = ask(server, tokens)
+        assert answer.token_ids == right.token_ids
+        assert counted.cached_tokens_by_source() == {"disk": 800}
+        server.reset_prefix_cache(host_too=True)
+    ask(server, prompt(33, seed=14))
+    assert server.metrics().total("vllm:pdoffload_host_quarantined_slots") == 0
+
+
 def test_events_name_medium_and_locality(serve, tiny_llama, tmp_path):
     port = free_port()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv"}
