@@ -60,7 +60,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
-        if self.path == "/reset_prefix_cache":
+        if self.path == "/reset_prefix_cache?reset_external=false":
             return self.answer(json.dumps({"success": self.reset_answers.pop(0)}))
         if body["prompt"] == "too long":
             return self.answer("prompt too long", 400)
