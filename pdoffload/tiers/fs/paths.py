@@ -20,7 +20,7 @@ import uuid
 from typing import Any
 
 from pdoffload.errors import ConfigError
-from pdoffload.layout import BlockKey, RunConfig
+from pdoffload.layout import BlockKey, RunConfig, block_hash, group_index
 
 CONFIG_NAME = "config.json"
 TEMP_NAME = ".tmp"
@@ -52,8 +52,8 @@ class Namespace:
 
     def path(self, key: BlockKey) -> str:
         """The final name of the chunk `key`."""
-        name = key[:-4].hex()
-        return f"{self.base}/{name[:3]}/{name[3:5]}_g{int.from_bytes(key[-4:], 'big')}/{name}.bin"
+        name = block_hash(key).hex()
+        return f"{self.base}/{name[:3]}/{name[3:5]}_g{group_index(key)}/{name}.bin"
 
     def make_parents(self, path: str) -> None:
         """Create the folders `path` lies in, from the root down. `OSError` as the system says."""
