@@ -1,8 +1,9 @@
 """The contract of a NIXL agent: one agent, one lifetime, one owner thread.
 
-An agent knows memory and files that were registered with it and moves bytes between them. NIXL is told
-about them in bulk: a registration and a transfer take whole arrays, and no Python loop runs per
-descriptor. Foreign errors stop here: callers see `pdoffload.errors` and `TransferState`.
+An agent knows memory and files that were registered with it and moves bytes between them, and between
+its memory and that of its peers. NIXL is told about them in bulk: a registration and a transfer take
+whole arrays, and no Python loop runs per descriptor. Foreign errors stop here: callers see
+`pdoffload.errors` and `TransferState`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pdoffload.agent.descriptors import Descriptors, MemoryKind
+from pdoffload.agent.peer import Peer
 from pdoffload.agent.region import Region
 from pdoffload.agent.transfer import Transfer
 
@@ -58,8 +60,31 @@ class Agent(ABC):
         """
 
     @abstractmethod
+    def metadata(self) -> bytes:
+        """What another agent needs to reach the memory that is registered here now; see `add_peer`.
+
+        Whoever holds it can read and write that memory, and over transports without memory access in
+        hardware any other memory of this process. Raises `NixlError` if no backend reaches peers.
+        """
+
+    @abstractmethod
+    def add_peer(self, metadata: bytes) -> Peer:
+        """Make the memory of another agent reachable; it connects when the first transfer needs it.
+
+        Waits for nobody. Raises `NixlError` for bytes that are no agent's metadata and where NIXL refuses
+        them, and `MisuseError` for this agent's own and for a name that is a peer already.
+        """
+
+    @abstractmethod
     def submit(
-        self, op: Op, local: Descriptors, remote: Descriptors, *, timeout_s: float, what: str
+        self,
+        op: Op,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        timeout_s: float,
+        what: str,
+        peer: Peer | None = None,
     ) -> Transfer:
         """Start moving `local[i]` <-> `remote[i]` for every i, in one NIXL request.
 
@@ -68,8 +93,24 @@ class Agent(ABC):
         `what` names the work in errors ("load of 16 chunks"). Copies between two DRAM regions may be
         made by this call itself, in the calling thread, without the interpreter lock.
 
+        With a `peer` the remote rows are addresses in the peer's process. Rows outside of the memory its
+        metadata named are a FAILED transfer. A transfer that fails on the way is UNKNOWN, and settles
+        when this agent is closed: NIXL tells the first error while other rows may still move. What such
+        a write has left in the peer's memory, and what may still land there, the peer alone can end, by
+        closing its own agent.
+
         Returns a transfer in any state; a refusal by NIXL is a FAILED transfer, not an exception. One
         that is not RUNNING any more is told by this return alone, `poll` does not repeat it.
+        """
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Let bytes land that peers are writing to or reading from this agent's memory.
+
+        Over transports without memory access in hardware (TCP, shared memory without cma) nothing lands
+        unless this is called again and again while something is expected; it waits for nothing and costs
+        microseconds. Notifications that peers send are counted and dropped. Raises `NixlError` if a
+        backend refuses.
         """
 
     @abstractmethod
@@ -90,7 +131,7 @@ class Agent(ABC):
 
     @abstractmethod
     def close(self, *, timeout_s: float = 5.0) -> list[Transfer]:
-        """Release every transfer, region and the agent itself; idempotent.
+        """Release every transfer, region, peer and the agent itself; idempotent.
 
         Waits up to `timeout_s` for what still runs. Copies between memories end here at the latest: those
         transfers are settled afterwards. File I/O does not: a transfer whose I/O was not seen to end is

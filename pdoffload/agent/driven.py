@@ -1,4 +1,4 @@
-"""The bookkeeping of an agent over any driver: regions, transfers, deadlines, owner thread, counts.
+"""The bookkeeping of an agent over any driver: regions, peers, transfers, deadlines, owner, counts.
 
 Everything the contract in `agent.py` promises is kept here, once, for NIXL and for the fake alike.
 """
@@ -18,12 +18,14 @@ from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.completion import Patience
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driver import Driver, Verdict
+from pdoffload.agent.peer import Peer, PeerTable
 from pdoffload.agent.region import Region, RegionTable
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.agent.validate import (
     LOCAL_KINDS,
     require_disjoint_destination,
     require_matching,
+    require_memory,
     require_timeout,
 )
 from pdoffload.clock import SYSTEM_CLOCK, Clock
@@ -39,6 +41,8 @@ class AgentCounts(msgspec.Struct, frozen=True):
     transfers_released: int = 0
     registrations_made: int = 0
     registrations_released: int = 0
+    peers_added: int = 0
+    peers_removed: int = 0
 
     @property
     def balanced(self) -> bool:
@@ -46,6 +50,7 @@ class AgentCounts(msgspec.Struct, frozen=True):
         return (
             self.transfers_made == self.transfers_released
             and self.registrations_made == self.registrations_released
+            and self.peers_added == self.peers_removed
         )
 
 
@@ -62,6 +67,7 @@ class DrivenAgent(Agent):
         self._owner = (os.getpid(), threading.get_ident())
         self._closed = False
         self._table = RegionTable()
+        self._peers = PeerTable()
         self._registrations: dict[Region, Any] = {}
         self._generation = 0
         # Transfers whose memory may still be touched, with their driver handles. Those in `_mute`
@@ -71,7 +77,9 @@ class DrivenAgent(Agent):
         self._ended: list[Transfer] = []
         self._unreleased: list[Any] = []
         self._wedged: NixlError | None = None
-        self._made = [0, 0, 0, 0]
+        self._made = [0] * 6
+        self.notifications_dropped = 0
+        """What peers have sent besides bytes; nobody here waits for it."""
 
     # --- regions ---
 
@@ -126,22 +134,66 @@ class DrivenAgent(Agent):
         self._table.remove(region)
         region.released = True
 
+    # --- peers ---
+
+    def metadata(self) -> bytes:
+        self._enter("metadata")
+        return self._driver.metadata()
+
+    def add_peer(self, metadata: bytes) -> Peer:
+        self._enter("add_peer")
+        name = self._driver.name_in(metadata)
+        if name == self.name or name in self._peers:
+            which = "this agent itself" if name == self.name else "a peer already"
+            raise MisuseError(f"add_peer: {name!r} is {which}")
+        self._driver.add_peer(metadata)
+        self._made[4] += 1
+        peer = Peer(name, self._remove_peer)
+        self._peers.add(peer)
+        return peer
+
+    def _remove_peer(self, peer: Peer) -> None:
+        if not peer.removed:
+            self._enter("removal of a peer")
+        self._peers.require(peer)
+        if peer.unsettled:
+            raise MisuseError(f"{peer!r} is still in use")
+        self._driver.remove_peer(peer.name)
+        self._made[5] += 1
+        self._peers.remove(peer)
+
+    def progress(self) -> None:
+        self._enter("progress")
+        self.notifications_dropped += self._driver.progress()
+
     # --- transfers ---
 
     def submit(
-        self, op: Op, local: Descriptors, remote: Descriptors, *, timeout_s: float, what: str
+        self,
+        op: Op,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        timeout_s: float,
+        what: str,
+        peer: Peer | None = None,
     ) -> Transfer:
         self._enter("submit")
         require_timeout(timeout_s)
         require_matching(local, remote)
-        owners = self._table.owners("local", local) + self._table.owners("remote", remote)
+        owners = self._table.owners("local", local)
+        if peer is None:
+            owners += self._table.owners("remote", remote)
+        else:
+            self._peers.require(peer)
+            require_memory(remote)
         if self._check_overlaps:
             require_disjoint_destination(op, local, remote)
         touches_files = remote.kind is MemoryKind.FILE
         handle, refusal = None, self._wedged if touches_files else None
         if refusal is None:
             try:
-                handle = self._driver.make(op, local, remote)
+                handle = self._driver.make(op, local, remote, peer.name if peer else None)
             except NixlError as error:
                 refusal = error
         transfer = Transfer(
@@ -151,6 +203,7 @@ class DrivenAgent(Agent):
             deadline_s=self._clock.monotonic_s() + timeout_s,
             regions=tuple(dict.fromkeys(owners)),
             touches_files=touches_files,
+            peer=peer,
         )
         if refusal is not None:
             transfer.end(TransferState.FAILED, _transfer_error(what, refusal))
@@ -286,11 +339,11 @@ class DrivenAgent(Agent):
         self._mute.clear()
         for handle in leftover:
             self._give_back(handle)
-        for region in tuple(self._table):
+        for each in (*self._peers, *self._table):
             try:
-                self._release_region(region)
+                each.remove() if isinstance(each, Peer) else each.release()
             except NixlError as refused:
-                _log.warning("agent %s: %r stays registered: %s", self.name, region, refused)
+                _log.warning("agent %s: %r stays: %s", self.name, each, refused)
 
     def _enter(self, call: str) -> None:
         if self._closed:
@@ -309,24 +362,25 @@ class DrivenAgent(Agent):
     def check(self) -> None:
         """Prove that regions, transfers and counts agree; for tests."""
         self._table.check()
-        users: dict[Region, int] = {}
+        users: dict[Region | Peer, int] = {}
         for transfer in self._live:
             assert not transfer.settled, transfer
-            for region in transfer.regions:
-                users[region] = users.get(region, 0) + 1
-        assert all(region.unsettled == users.get(region, 0) for region in self._table)
+            for used in transfer.uses:
+                users[used] = users.get(used, 0) + 1
+        assert all(each.unsettled == users.get(each, 0) for each in (*self._table, *self._peers))
         assert self._mute <= set(self._live)
         held = len(self._live) + len(self._unreleased)
         assert self.counts.transfers_made - self.counts.transfers_released == held
         assert self.counts.registrations_made - self.counts.registrations_released == len(
             self._registrations
         )
+        assert self.counts.peers_added - self.counts.peers_removed == len(self._peers)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "wedged" if self._wedged else "open"
         return (
             f"<{type(self).__name__} {self.name}: {state}, {len(self._table)} regions, "
-            f"{len(self._live)} unsettled transfers>"
+            f"{len(self._peers)} peers, {len(self._live)} unsettled transfers>"
         )
 
 

@@ -45,8 +45,31 @@ class Driver(Protocol):
         """Forget one registration. After a `NixlError` it is as before."""
         ...
 
-    def make(self, op: Op, local: Descriptors, remote: Descriptors) -> Any:
-        """A request, not posted yet. A `NixlError` means that nothing was made."""
+    def metadata(self) -> bytes:
+        """What others need to reach the memory registered now; raises `NixlError`."""
+        ...
+
+    def name_in(self, metadata: bytes) -> str:
+        """The name of the agent that made `metadata`; a `NixlError` if it is not whole."""
+        ...
+
+    def add_peer(self, metadata: bytes) -> None:
+        """Take in what `name_in` accepted, under a name that is not known. On `NixlError` it is not."""
+        ...
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer that no request uses. After a `NixlError` it is as before."""
+        ...
+
+    def progress(self) -> int:
+        """Let peers' bytes land; how many notifications were dropped. Raises `NixlError`."""
+        ...
+
+    def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> Any:
+        """A request, not posted yet. A `NixlError` means that nothing was made.
+
+        `peer` names the agent in whose memory the remote rows lie; None: this one's.
+        """
         ...
 
     def start(self, handle: Any) -> Verdict:

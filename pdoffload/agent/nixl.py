@@ -19,11 +19,11 @@ What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import stat
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,11 +34,11 @@ from pdoffload.agent.backends import Backend, PosixBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
+from pdoffload.agent.metadata import agent_name_in
 from pdoffload.agent.transfer import TransferState
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
-_serial = itertools.count(1)
 _abandoned: list[object] = []
 """NIXL objects under which file I/O still ran when their agent was closed: never to be destroyed."""
 
@@ -54,8 +54,8 @@ _NOT_POSTED = (
 class NixlAgent(DrivenAgent):
     """A NIXL agent with exactly the given backends, all of them usable or `BackendUnusable`.
 
-    NIXL's progress thread is off: it would spin a core for ever. The name is made unique by the process
-    and a counter. Belongs to the thread that creates it.
+    NIXL's progress thread is off: it would spin a core for ever. The name is made unique among all
+    hosts: peers tell agents apart by it. Belongs to the thread that creates it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class NixlAgent(DrivenAgent):
         clock: Clock = SYSTEM_CLOCK,
         check_overlaps: bool = True,
     ) -> None:
-        unique = f"{name}-{os.getpid()}-{next(_serial)}"
+        unique = f"{name}-{os.getpid()}-{uuid.uuid4().hex}"
         driver = NixlDriver(unique, backends)
         super().__init__(unique, driver, clock=clock, check_overlaps=check_overlaps)
         self.backends = driver.params
@@ -120,7 +120,23 @@ class NixlDriver:
     def deregister(self, handle: Any) -> None:
         _call("deregister_memory", self._agent.deregister_memory, handle)
 
-    def make(self, op: Op, local: Descriptors, remote: Descriptors) -> _Request:
+    def metadata(self) -> bytes:
+        return bytes(_call("get_agent_metadata", self._agent.get_agent_metadata))
+
+    def name_in(self, metadata: bytes) -> str:
+        return agent_name_in(metadata)
+
+    def add_peer(self, metadata: bytes) -> None:
+        _call("add_remote_agent", self._agent.add_remote_agent, metadata)
+
+    def remove_peer(self, name: str) -> None:
+        _call("remove_remote_agent", self._agent.remove_remote_agent, name)
+
+    def progress(self) -> int:
+        told = _call("get_new_notifs", self._agent.get_new_notifs)
+        return sum(len(messages) for messages in told.values())
+
+    def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> _Request:
         to_file = remote.kind is MemoryKind.FILE
         backends = self._file_backends if to_file else self._memory_backends
         if not backends:
@@ -131,7 +147,7 @@ class NixlDriver:
             # The plugin would queue a part of it and then refuse.
             reason = f"{self._ios} pieces in flight, {ios} more exceed max_ios {self._max_ios}"
             raise NixlError("initialize_xfer", reason)
-        if op is Op.READ and not to_file:
+        if op is Op.READ and not to_file and peer is None:
             # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
             # its read is not.
             op, local, remote = Op.WRITE, remote, local
@@ -144,7 +160,7 @@ class NixlDriver:
             self._agent.initialize_xfer,
             op.value,
             *sides,
-            self._name,
+            peer or self._name,
             b"",
             backends,
         )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from pdoffload.errors import MisuseError, PdOffloadError
 
 if TYPE_CHECKING:
+    from pdoffload.agent.peer import Peer
     from pdoffload.agent.region import Region
 
 
@@ -48,6 +49,7 @@ class Transfer:
         "_settled_state",
         "_state",
         "deadline_s",
+        "peer",
         "regions",
         "size_bytes",
         "timeout_s",
@@ -64,6 +66,7 @@ class Transfer:
         deadline_s: float,
         regions: tuple[Region, ...] = (),
         touches_files: bool = False,
+        peer: Peer | None = None,
     ) -> None:
         self.what = what
         self.size_bytes = size_bytes
@@ -71,11 +74,12 @@ class Transfer:
         self.deadline_s = deadline_s
         self.regions = regions
         self.touches_files = touches_files
+        self.peer = peer
         self._state = TransferState.RUNNING
         self._error: PdOffloadError | None = None
         self._settled_state: TransferState | None = None
-        for region in regions:
-            region.unsettled += 1
+        for used in self.uses:
+            used.unsettled += 1
 
     @property
     def state(self) -> TransferState:
@@ -115,8 +119,13 @@ class Transfer:
 
     def _free(self, state: TransferState) -> None:
         self._settled_state = state
-        for region in self.regions:
-            region.unsettled -= 1
+        for used in self.uses:
+            used.unsettled -= 1
+
+    @property
+    def uses(self) -> tuple[Region | Peer, ...]:
+        """What counts this transfer until it is settled."""
+        return (*self.regions, self.peer) if self.peer else self.regions
 
     def __repr__(self) -> str:
         then = ""

@@ -36,6 +36,12 @@ def require_matching(local: Descriptors, remote: Descriptors) -> None:
         raise MisuseError("the two sides differ in the length of a row, or one is empty")
 
 
+def require_memory(remote: Descriptors) -> None:
+    """Raise `MisuseError` unless `remote` is memory: files of a peer are out of reach."""
+    if remote.kind not in LOCAL_KINDS:
+        raise MisuseError(f"remote: {remote.kind.value} of a peer cannot be reached")
+
+
 def require_disjoint_destination(op: Op, local: Descriptors, remote: Descriptors) -> None:
     """Raise `MisuseError` if two rows write to the same bytes."""
     clash = first_overlap((local if op is Op.READ else remote).rows)

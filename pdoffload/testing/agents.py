@@ -9,6 +9,11 @@ on it sees wrong bytes. It can be told to refuse, to fail, to take time and to h
     fake.script("check", Verdict(TransferState.FAILED, error))    # ... or answers that
     fake.hold(1)                                                  # the next one stays RUNNING
     fake.let_go()
+
+Fake agents of one process are peers to each other through a `FakeNetwork`, as NIXL's are through UCX:
+
+    peer = writer.add_peer(reader.metadata())
+    reader.driver.dead = True                                     # what is written to it now is UNKNOWN
 """
 
 from __future__ import annotations
@@ -17,8 +22,12 @@ import ctypes
 import itertools
 import math
 import os
+import uuid
 from collections import deque
 from typing import Literal
+
+import msgspec
+import numpy as np
 
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
@@ -28,19 +37,49 @@ from pdoffload.agent.transfer import TransferState
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import MisuseError, NixlError
 
-FakeCall = Literal["register", "deregister", "make", "start", "check", "release", "close"]
+FakeCall = Literal[
+    "register",
+    "deregister",
+    "metadata",
+    "add_peer",
+    "remove_peer",
+    "progress",
+    "make",
+    "start",
+    "check",
+    "release",
+    "close",
+]
 Scripted = NixlError | Verdict
 
-_serial = itertools.count(1)
+
+class FakeMetadata(msgspec.Struct, frozen=True):
+    """What a fake agent tells its peers: its name and the pieces of memory registered at that time."""
+
+    name: str
+    rows: list[tuple[int, int, int]]
+
+
+class FakeNetwork:
+    """The fake agents that can reach each other, by name. Those of one process share one by default."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, FakeDriver] = {}
+
+
+_NETWORK = FakeNetwork()
 
 
 class FakeRequest:
     """One posted or unposted request. The arrays are copied: NIXL too takes a copy of the lists."""
 
-    def __init__(self, op: Op, local: Descriptors, remote: Descriptors) -> None:
+    def __init__(
+        self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None = None
+    ) -> None:
         self.op = op
         self.local = local.rows.tolist()
         self.remote = remote.rows.tolist()
+        self.peer = peer
         self.to_file = remote.kind is MemoryKind.FILE
         self.posted_s: float | None = None
         self.held = False
@@ -69,15 +108,28 @@ class FakeDriver:
     Misuse that would crash NIXL (a handle given back twice) raises `MisuseError`.
     """
 
-    def __init__(self, *, clock: Clock = SYSTEM_CLOCK, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        delay_s: float = 0.0,
+        network: FakeNetwork = _NETWORK,
+    ) -> None:
         self.calls: list[str] = []
         """Every call so far, by name."""
+        self.dead = False
+        """As if the process were gone: whatever moves to or from its memory is UNKNOWN."""
+        self.notifications = 0
+        """How many the next `progress` finds."""
+        self._name = ""
+        self._network = network
+        self._peers: dict[str, FakeMetadata] = {}
         self._clock = clock
         self._delay_s = delay_s
         self._holding = 0.0
         self._scripts: dict[str, deque[Scripted]] = {}
         self._requests: set[FakeRequest] = set()
-        self._registrations: set[int] = set()
+        self._registrations: dict[int, Rows | None] = {}
         self._next_registration = itertools.count(1)
 
     # --- what a test says ---
@@ -100,26 +152,60 @@ class FakeDriver:
 
     @property
     def open_handles(self) -> int:
-        """Requests and registrations made and not given back."""
-        return len(self._requests) + len(self._registrations)
+        """Requests, registrations and peers made and not given back."""
+        return len(self._requests) + len(self._registrations) + len(self._peers)
 
     # --- what an agent asks ---
+
+    def join(self, name: str) -> None:
+        """Become reachable in the network under the name of the agent."""
+        self._name = name
+        self._network.members[name] = self
 
     def register(self, kind: MemoryKind, rows: Rows) -> int:
         self._play("register")
         handle = next(self._next_registration)
-        self._registrations.add(handle)
+        self._registrations[handle] = None if kind is MemoryKind.FILE else rows
         return handle
 
     def deregister(self, handle: int) -> None:
         self._play("deregister")
         if handle not in self._registrations:
             raise MisuseError(f"registration {handle} is given back twice: NIXL would crash")
-        self._registrations.remove(handle)
+        del self._registrations[handle]
 
-    def make(self, op: Op, local: Descriptors, remote: Descriptors) -> FakeRequest:
+    def metadata(self) -> bytes:
+        self._play("metadata")
+        return msgspec.json.encode(FakeMetadata(self._name, self._memory()))
+
+    def name_in(self, metadata: bytes) -> str:
+        return _read(metadata).name
+
+    def add_peer(self, metadata: bytes) -> None:
+        self._play("add_peer")
+        told = _read(metadata)
+        if told.name in self._peers:
+            raise MisuseError(f"{told.name} is loaded twice: NIXL would refuse or lose the first")
+        self._peers[told.name] = told
+
+    def remove_peer(self, name: str) -> None:
+        self._play("remove_peer")
+        if any(request.peer == name for request in self._requests):
+            raise MisuseError(f"{name} is removed under a request: NIXL would lose its end")
+        del self._peers[name]
+
+    def progress(self) -> int:
+        self._play("progress")
+        found, self.notifications = self.notifications, 0
+        return found
+
+    def make(
+        self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None
+    ) -> FakeRequest:
         self._play("make")
-        request = FakeRequest(op, local, remote)
+        if peer is not None and not _covers(self._peers[peer].rows, remote.rows):
+            raise NixlError("initialize_xfer", "NIXL_ERR_NOT_FOUND")
+        request = FakeRequest(op, local, remote, peer)
         self._requests.add(request)
         return request
 
@@ -146,6 +232,11 @@ class FakeDriver:
 
     def close(self, *, abandon: bool) -> None:
         self._play("close")
+        self._network.members.pop(self._name, None)
+
+    def _memory(self) -> list[tuple[int, int, int]]:
+        known = [rows for rows in self._registrations.values() if rows is not None]
+        return [tuple(row) for rows in known for row in rows.tolist()]
 
     def _play(self, call: FakeCall) -> Verdict | None:
         self.calls.append(call)
@@ -161,6 +252,11 @@ class FakeDriver:
         posted_s = request.posted_s or 0.0
         if request.held or self._clock.monotonic_s() < posted_s + self._delay_s:
             return RUNNING
+        if request.peer is not None:
+            peer = self._network.members.get(request.peer)
+            rows = np.array(request.remote, dtype=np.uint64)
+            if peer is None or peer.dead or not _covers(peer._memory(), rows):
+                raise NixlError("check_xfer_state", "NIXL_ERR_REMOTE_DISCONNECT")
         try:
             request.move()
         except OSError as error:
@@ -182,5 +278,23 @@ class FakeAgent(DrivenAgent):
         check_overlaps: bool = True,
     ) -> None:
         self.driver = driver or FakeDriver(clock=clock)
-        unique = f"{name}-{os.getpid()}-{next(_serial)}"
+        unique = f"{name}-{os.getpid()}-{uuid.uuid4().hex}"
+        self.driver.join(unique)
         super().__init__(unique, self.driver, clock=clock, check_overlaps=check_overlaps)
+
+
+def _read(metadata: bytes) -> FakeMetadata:
+    try:
+        return msgspec.json.decode(metadata, type=FakeMetadata)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NixlError("add_remote_agent", f"metadata is garbled: {error}") from error
+
+
+def _covers(pieces: list[tuple[int, int, int]], rows: Rows) -> bool:
+    return all(
+        any(
+            start <= address and address + size <= start + length and device == on
+            for start, length, device in pieces
+        )
+        for address, size, on in rows.tolist()
+    )

@@ -25,8 +25,8 @@ FAULTS = json.loads(os.environ.get("PDOFFLOAD_TEST_FAULTS", "[]"))
 class FaultyDriver(NixlDriver):
     """The real driver; a request that has drawn a fault is never posted."""
 
-    def make(self, op: Op, local: Any, remote: Any) -> Any:
-        request = super().make(op, local, remote)
+    def make(self, op: Op, local: Any, remote: Any, peer: str | None) -> Any:
+        request = super().make(op, local, remote, peer)
         drawn = next((fault for fault in FAULTS if fault["op"] == op.name), None)
         if drawn is not None:
             FAULTS.remove(drawn)
