@@ -38,7 +38,8 @@ _STATES = {
 
 
 class SlotPool:
-    """`num_slots` slots, numbered from 0, all free at first. One owner thread. No memory is touched.
+    """`num_slots` slots, numbered from 0, all free at first. Calls that change it come one at
+    a time; a reader on another thread sees one slot's state, not how two agree. No memory is touched.
 
     Every call that names a slot raises `MisuseError`, and changes nothing, when the slot does not exist
     or is in the wrong state.

@@ -1,6 +1,7 @@
 """The contract of an eviction policy: which chunk leaves the host pool when room is needed.
 
-A policy sees keys and nothing else: no slot, byte, clock or lock. One owner thread. A custom one (keys
+A policy sees keys and nothing else: no slot, byte, clock or lock. Calls come one at a time, not always
+from the same thread. A custom one (keys
 `eviction_policy` and `cache_policy_module_path`) derives from `Policy` and proves itself by inheriting
 `pdoffload.testing.policy_contract.PolicyContract` in its tests.
 """

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 
 from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
+from pdoffload.memory.lending import FILLING, READY
 from pdoffload.policy.base import Policy
-from pdoffload.tiering.index import FILLING, READY
 from pdoffload.tiering.plan import Command, Moved, Plan, StoreTo
 from pdoffload.tiers.base import JobResult, Lookup, Settled, Tier, TierStats
 

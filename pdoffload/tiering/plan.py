@@ -11,11 +11,12 @@
 
 A promoted chunk is *held* (pinned once per waiting request) from its arrival until that request loads
 it, is scheduled without it, or ends: otherwise waiting requests would evict one another's chunks before
-use. Holds and promotions together never take more than `HOLD_SHARE` of the pool, so stores of running
-requests always find slots, and a promotion beyond that is a miss, so nobody waits for another's hold.
+use. Holds, promotions and slots lent to peers together never take more than `HOLD_SHARE` of the pool, so
+stores of running requests always find slots, and a promotion beyond that is a miss, so nobody waits for
+another's hold.
 
-After `reset` the slots that a transfer still reads or writes are quarantined. Each reason (a tier's job,
-a device copy) is counted per slot, and the slot is free when the last one has gone.
+After `reset` the slots that a transfer still reads or writes are quarantined, for one reason per tier's
+job and device copy; the index counts them and frees the slot when the last one has gone.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ import msgspec
 
 from pdoffload.errors import MisuseError
 from pdoffload.layout import BlockKey
+from pdoffload.memory.lending import FILLING, READY, Presence
 from pdoffload.policy.base import Policy
-from pdoffload.tiering.index import FILLING, READY, Index, Presence, Reservation
+from pdoffload.tiering.index import Index, Reservation
 from pdoffload.tiers.base import Job, JobResult, Settled
-
-HOLD_SHARE = 0.75
 
 
 class StoreTo(msgspec.Struct, frozen=True):
@@ -108,10 +108,9 @@ class Plan:
         max_tracker_size: int = 64_000,
         record_moves: bool = False,
     ) -> None:
-        self.index = Index(num_slots, policy)
+        self.index = Index(num_slots, policy, promised=self._num_promised)
         self.counts = PlanCounts()
         self._num_tiers = num_tiers
-        self._hold_limit = max(1, int(num_slots * HOLD_SHARE))
         self._store_threshold = store_threshold
         self._max_tracker_size = max_tracker_size
         self._offers: OrderedDict[BlockKey, int] = OrderedDict()
@@ -125,7 +124,6 @@ class Plan:
         # Chunks that a device copy reads or writes; tiers' jobs are in _jobs.
         self._device_loads: Counter[BlockKey] = Counter()
         self._device_stores: set[BlockKey] = set()
-        self._quarantine: Counter[int] = Counter()
         self._flush_slots: list[int] = []
         self._moves: list[Moved] | None = [] if record_moves else None
 
@@ -188,7 +186,7 @@ class Plan:
 
     def promote(self, tier: int, key: BlockKey, request_id: str) -> bool:
         """Make room for `key`, which `tier` holds; False (a miss) where there is none to spare."""
-        if len(self._waiters) + len(self._holds) >= self._hold_limit:
+        if self.index.num_to_spare < 1:
             self.counts.promotions_refused += 1
             return False
         reservation = self.index.reserve((key,))
@@ -248,7 +246,7 @@ class Plan:
     def reserve_store(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], Reservation] | None:
         """Slots for those of `keys` that are absent and worth storing; None when there is no room."""
         wanted = list(dict.fromkeys(key for key in keys if key not in self.index))
-        self.index.touch(key for key in keys if key in self.index)
+        self.index.touch(keys)
         if self._store_threshold >= 2:
             wanted = self._often_enough(keys, wanted)
         if not wanted:
@@ -269,18 +267,17 @@ class Plan:
         What arrived is ready and goes to every tier; what did not is forgotten.
         """
         stored: list[BlockKey] = []
+        lost: list[BlockKey] = []
         for key in keys:
-            if key not in self._device_stores:
-                continue
-            self._device_stores.discard(key)
-            if arrived(self.index.slot_of(key)):
-                self.index.commit(key)
-                stored.append(key)
-            else:
-                self.index.abandon(key)
-                self.counts.failed_device_stores += 1
+            if key in self._device_stores:
+                self._device_stores.discard(key)
+                (stored if arrived(self.index.slot_of(key)) else lost).append(key)
+        if lost:
+            self.index.abandon(lost)
+            self.counts.failed_device_stores += len(lost)
         if not stored:
             return []
+        self.index.commit(stored)
         self.counts.stored_chunks += len(stored)
         self._note(stored, removed=False)
         commands: list[Command] = []
@@ -321,13 +318,13 @@ class Plan:
         live = self._jobs.pop(settled.job_id, None)
         if live is None or not live.ended:
             raise MisuseError(f"a tier settled job {settled.job_id}, which has not ended")
-        self._release_reasons(live.quarantined)
+        self.index.release(live.quarantined)
         if not live.is_load and not live.stale:
             self.index.unpin(live.job.keys)
 
     def _load_ended(self, live: _LiveJob, result: JobResult) -> None:
+        self.index.commit(result.succeeded)
         for key in result.succeeded:
-            self.index.commit(key)
             self._hold_for_waiters(key)
         self.counts.promoted_chunks += len(result.succeeded)
         if result.succeeded:
@@ -338,13 +335,11 @@ class Plan:
                 request = self._requests.get(request_id)
                 if request is not None:
                     request.sources.pop(key, None)
+        failed = [key for key, _ in result.failed]
         if result.settled:
-            for key, _ in result.failed:
-                self.index.abandon(key)
+            self.index.abandon(failed)
         else:
-            slots = tuple(self.index.quarantine(key) for key, _ in result.failed)
-            live.quarantined = slots
-            self._quarantine.update(slots)
+            live.quarantined = tuple(self.index.quarantine(failed))
 
     def _hold_for_waiters(self, key: BlockKey) -> None:
         for request_id in self._waiters.pop(key, ()):
@@ -361,17 +356,13 @@ class Plan:
         """Forget every chunk. Slots in use are quarantined until their jobs settle or `flushed`."""
         device_keys = [*self._device_loads, *self._device_stores]
         moving = [live for live in self._jobs.values() if not (live.stale or self._at_rest(live))]
-        in_use = {key for live in moving for key in live.job.keys}.union(device_keys)
-        resident = len(self.index)
-        slots = self.index.clear(in_use)
+        self.counts.evicted_chunks += len(self.index)
+        self._flush_slots += [self.index.slot_of(key) for key in device_keys]
+        self.index.clear([*device_keys, *(key for live in moving for key in live.job.keys)])
         for live in moving:
             live.quarantined = live.job.slots
-            self._quarantine.update(live.job.slots)
         for live in self._jobs.values():
             live.stale = True
-        self._flush_slots += [slots[key] for key in device_keys]
-        self._quarantine.update(slots[key] for key in device_keys)
-        self.counts.evicted_chunks += resident
         for request in self._requests.values():
             request.held.clear()
             request.sources.clear()
@@ -387,14 +378,7 @@ class Plan:
     def flushed(self) -> None:
         """The workers have ended every device copy that ran at the last reset."""
         slots, self._flush_slots = self._flush_slots, []
-        self._release_reasons(slots)
-
-    def _release_reasons(self, slots: Iterable[int]) -> None:
-        for slot in list(slots):
-            self._quarantine[slot] -= 1
-            if not self._quarantine[slot]:
-                del self._quarantine[slot]
-                self.index.pool.release(slot)
+        self.index.release(slots)
 
     # --- news and proofs ---
 
@@ -410,6 +394,10 @@ class Plan:
     @property
     def num_held(self) -> int:
         return len(self._holds)
+
+    def _num_promised(self) -> int:
+        """Slots that promotions and holds take; asked on any thread."""
+        return len(self._waiters) + len(self._holds)
 
     @property
     def num_requests(self) -> int:
@@ -445,19 +433,15 @@ class Plan:
 
     def check(self) -> None:
         """Prove that pins, holds, jobs and quarantine explain each other; AssertionError otherwise."""
-        self.index.check()
-        pool = self.index.pool
-        expected: Counter[BlockKey] = Counter(self._device_loads)
-        expected.update(self._holds)
+        pins: Counter[BlockKey] = Counter(self._device_loads)
+        pins.update(self._holds)
+        reasons = Counter(self._flush_slots)
         for live in self._jobs.values():
+            reasons.update(live.quarantined)
             if not live.is_load and not live.stale:
-                expected.update(live.job.keys)
-        for key, pins in expected.items():
-            found = pool.pins(self.index.slot_of(key))
-            assert found == pins, f"{key.hex()} has {found} pins, {pins} are accounted for"
-        assert pool.num_pinned == len(expected), "a pinned slot belongs to nobody"
+                pins.update(live.job.keys)
+        self.index.check(pins, reasons)
         held = Counter(key for request in self._requests.values() for key in request.held)
         assert held == self._holds, "holds of requests and of chunks disagree"
-        assert pool.num_quarantined == len(self._quarantine), "a quarantined slot has no reason"
         arriving = set(self._waiters) | self._device_stores
-        assert pool.num_filling == len(arriving), "a filling slot has no source"
+        assert self.index.pool.num_filling == len(arriving), "a filling slot has no source"

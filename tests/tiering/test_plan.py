@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdoffload.errors import MisuseError, StorageError
 from pdoffload.layout import BlockKey, make_key
+from pdoffload.memory.lending import Presence
 from pdoffload.policy.lru import Lru
-from pdoffload.tiering.index import Presence
 from pdoffload.tiering.plan import LoadFrom, Moved, Plan, StoreTo
 from pdoffload.tiers.base import Job, JobResult, Settled
 
