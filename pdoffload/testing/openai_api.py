@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """From sending the request to the first token."""
     total_s: float
     kv_transfer_params: dict[str, Any] | None = None
+    """What the server wants handed on with the next leg of a prefill/decode pair."""
 
 
 class Metrics(msgspec.Struct, frozen=True):
@@ -95,14 +98,23 @@ class Metrics(msgspec.Struct, frozen=True):
 
 
 class ApiClient:
-    """A client of one server. One thread uses it; `close` is idempotent."""
+    """A client of one server. One thread uses it; `close` is idempotent.
 
-    def __init__(self, base_url: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    With `uds` it connects to that Unix socket, whatever host and port `base_url` names.
+    """
+
+    def __init__(
+        self, base_url: str, *, uds: Path | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._httpx = _need("httpx")
         self._clock = clock
+        self._uds = uds
         # No proxies from the environment: the server is on this host.
         self._http = self._httpx.Client(
-            base_url=base_url, timeout=_REQUEST_TIMEOUT_S, trust_env=False
+            base_url=base_url,
+            timeout=_REQUEST_TIMEOUT_S,
+            trust_env=False,
+            transport=self._httpx.HTTPTransport(uds=str(uds)) if uds else None,
         )
 
     def close(self) -> None:
@@ -110,6 +122,8 @@ class ApiClient:
 
     def is_healthy(self) -> bool:
         """Whether /health answers 200 within a second."""
+        if self._uds and not _is_listened_on(self._uds):
+            return False
         try:
             return bool(self._http.get("/health", timeout=1.0).status_code == 200)
         except self._httpx.TransportError:
@@ -121,9 +135,13 @@ class ApiClient:
         *,
         max_tokens: int,
         temperature: float = 0.0,
+        stream: bool = True,
         **parameters: object,
     ) -> Completion:
-        """POST /v1/completions, streamed. `parameters` go into the request's body as they are.
+        """POST /v1/completions. `parameters` go into the request's body as they are.
+
+        vLLM puts `kv_transfer_params` into an answer only where it comes in one piece: give
+        `stream=False` to have them. The first token is then seen when the last one is.
 
         Raises `ApiError`; whether the server still works on the request is unknown then.
         """
@@ -132,15 +150,15 @@ class ApiClient:
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": max_tokens,
             "temperature": temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream": stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
             "return_token_ids": True,
             **parameters,
         }
         text, token_ids, ttft_s, prompt_tokens = "", list[int](), None, 0
         kv_transfer_params = None
         started_s = self._clock.monotonic_s()
-        for event in self._stream("/v1/completions", body):
+        for event in self._post("/v1/completions", body):
             prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
             kv_transfer_params = event.get("kv_transfer_params") or kv_transfer_params
             for choice in event.get("choices", ()):
@@ -150,7 +168,7 @@ class ApiClient:
                 token_ids += choice.get("token_ids") or ()
         total_s = self._clock.monotonic_s() - started_s
         if ttft_s is None:
-            raise ApiError("POST /v1/completions", "the stream ended without a token")
+            raise ApiError("POST /v1/completions", "the answer ended without a token")
         return Completion(
             text=text,
             token_ids=tuple(token_ids),
@@ -160,12 +178,15 @@ class ApiClient:
             kv_transfer_params=kv_transfer_params,
         )
 
-    def _stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
-        """Server-sent events as JSON objects, up to the end mark."""
+    def _post(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
+        """The answer as JSON objects: one, or its server-sent events up to the end mark."""
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise ApiError(f"POST {path}", response.read().decode(), response.status_code)
+                if not body["stream"]:
+                    yield _event(path, response.read().decode())
+                    return
                 for line in response.iter_lines():
                     data = line.removeprefix("data:").strip()
                     if line.startswith("data:") and data != "[DONE]":
@@ -206,6 +227,13 @@ class ApiClient:
                 for sample in family.samples
             }
         )
+
+
+def _is_listened_on(uds: Path) -> bool:
+    """Asked without httpx, which forgets to close a Unix socket that did not connect."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(uds)) == 0
 
 
 def _event(path: str, data: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import msgspec
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import DeadlineExceeded, MisuseError, PdOffloadError
 from pdoffload.testing import processes
+from pdoffload.testing.netns import NetworkNamespace
 from pdoffload.testing.openai_api import ApiClient, Completion, Metrics
 
 _POLL_S = 0.1
@@ -60,6 +61,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     extra_args: tuple[str, ...] = ()
     env: dict[str, str] = {}
     """Added to the child's environment last."""
+    namespace: NetworkNamespace | None = None
+    """Where the server's sockets live. Its HTTP is then on a Unix socket, which needs no network."""
     start_timeout_s: float = 240.0
 
     def arguments(self, port: int) -> list[str]:
@@ -102,6 +105,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if self.namespace is not None:
+            # vLLM finds its own address by asking for the route to a public one; none is here.
+            env["VLLM_HOST_IP"] = self.namespace.address
         return env | self.env
 
 
@@ -143,7 +149,8 @@ class VllmServer:
 
     One thread, the owner, makes all calls, and lives at least as long as the server: the server
     is told to stop when that thread ends. `command` replaces `vllm serve` (tests hand in a
-    stand-in); it is called with the port. `on_progress` gets each new last line of the log while
+    stand-in); it is called with the port; in a namespace `--uds PATH` follows, as vLLM names the
+    Unix socket to listen on instead. `on_progress` gets each new last line of the log while
     the server starts.
     """
 
@@ -194,10 +201,14 @@ class VllmServer:
     # -- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start, and wait until /health answers.
+        """`launch`, and `wait_until_up`."""
+        self.launch()
+        self.wait_until_up()
 
-        Raises `ServerFailed` if the process ends or `start_timeout_s` passes first; nothing of it
-        is left running then. Raises `MisuseError` if it runs already.
+    def launch(self) -> None:
+        """Start the process and return: two servers may so load their models side by side.
+
+        Raises `MisuseError` if it runs already.
         """
         if self._process is not None:
             raise MisuseError(f"{self!r} runs already")
@@ -205,11 +216,25 @@ class VllmServer:
         self._starts += 1
         self.log_path = self.log_path.with_name(f"{self._name}-{self._starts}.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = self._command(self.port)
+        if (namespace := self.options.namespace) is not None:
+            command = [*namespace.enter(), *command, "--uds", str(self._uds)]
         with self.log_path.open("wb") as log:
             self._process = processes.start_group(
-                self._command(self.port), env=self.options.environment(), output=log
+                command, env=self.options.environment(), output=log
             )
-        api = ApiClient(f"http://127.0.0.1:{self.port}", clock=self._clock)
+
+    @property
+    def _uds(self) -> Path | None:
+        return self.log_path.with_suffix(".sock") if self.options.namespace else None
+
+    def wait_until_up(self) -> None:
+        """Wait until /health answers, after `launch`.
+
+        Raises `ServerFailed` if the process ends or `start_timeout_s` passes first; nothing of it
+        is left running then.
+        """
+        api = ApiClient(f"http://127.0.0.1:{self.port}", uds=self._uds, clock=self._clock)
         try:
             self._wait_healthy(api)
         except BaseException:
@@ -244,6 +269,7 @@ class VllmServer:
             return
         names = processes.shared_memory(self._process.pid)
         processes.signal_group(self._process.pid, signal.SIGTERM)
+        self.thaw()  # a frozen process would not see the signal
         # A process that ignores SIGTERM is what SIGKILL is for.
         with contextlib.suppress(DeadlineExceeded):
             self._wait_gone(timeout_s)
@@ -257,6 +283,16 @@ class VllmServer:
         """
         if self._process is not None:
             self._kill(processes.shared_memory(self._process.pid), timeout_s)
+
+    def freeze(self) -> None:
+        """SIGSTOP the whole process group: it keeps its sockets and memory and does nothing more."""
+        if self._process is not None:
+            processes.signal_group(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen server go on."""
+        if self._process is not None:
+            processes.signal_group(self._process.pid, signal.SIGCONT)
 
     def _kill(self, names: set[Path], timeout_s: float) -> None:
         assert self._process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from pdoffload.errors import MisuseError
+from pdoffload.testing import netns, processes
+from pdoffload.testing.netns import NetworkNamespace
 from pdoffload.testing.openai_api import ApiError
 from pdoffload.testing.serving import ServeOptions, ServerFailed, VllmServer, threads_bind
 
 STAND_IN = """
-import http.server, json, mmap, os, signal, subprocess, sys
+import http.server, json, mmap, os, signal, socket, subprocess, sys
 
 mode, port = sys.argv[1], int(sys.argv[2])
 if mode == "dies":
@@ -54,6 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 'vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"} 64\\n'
                 'vllm:prompt_tokens_cached_by_source_total{engine="1",source="host"} 32\\n'
                 'vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 0\\n'
+                f'host_ip{{ip="{env.get("VLLM_HOST_IP", "unset")}"}} 1\\n'
                 f'seen{{pid="{pids[-1]}",seed="{env.get("PYTHONHASHSEED", "unset")}"}} 1\\n'
             )
         self.answer("", 200 if mode != "sick" else 503)
@@ -64,6 +68,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(json.dumps({"success": self.reset_answers.pop(0)}))
         if body["prompt"] == "too long":
             return self.answer("prompt too long", 400)
+        if not body["stream"]:
+            choice = {"text": "ab", "token_ids": [5, 6]}
+            whole = {"choices": [choice], "usage": {"prompt_tokens": 7}}
+            whole["kv_transfer_params"] = {"got": body.get("kv_transfer_params")}
+            return self.answer(json.dumps(whole))
         events = [
             {"choices": [{"text": "a", "token_ids": [5]}]},
             {"choices": [{"text": "b", "token_ids": [6]}]},
@@ -74,6 +83,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         lines = [f"data: {json.dumps(event)}\\n\\n" for event in events]
         self.answer("".join(lines) + "data: [DONE]\\n\\n")
 
+class UnixServer(http.server.HTTPServer):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self):
+        self.socket.bind(self.server_address)
+
+    def get_request(self):
+        return self.socket.accept()[0], ("a Unix socket", 0)
+
+if "--uds" in sys.argv:
+    UnixServer(sys.argv[-1], Handler).serve_forever()
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
@@ -99,8 +119,14 @@ def build(tmp_path: Path) -> Build:
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
 
-    def make(mode: str = "well", **arguments: object) -> VllmServer:
-        options = ServeOptions(model_dir=tmp_path, start_timeout_s=1.0 if mode == "sick" else 30.0)
+    def make(
+        mode: str = "well", namespace: NetworkNamespace | None = None, **arguments: object
+    ) -> VllmServer:
+        options = ServeOptions(
+            model_dir=tmp_path,
+            start_timeout_s=1.0 if mode == "sick" else 30.0,
+            namespace=namespace,
+        )
         return VllmServer(
             options,
             tmp_path,
@@ -111,12 +137,16 @@ def build(tmp_path: Path) -> Build:
     return make
 
 
-def _is_alive(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """The kernel's letter for it: Z is a zombie, T a stopped process; X where there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
-    return state != "Z"
+        return "X"
+
+
+def _is_alive(pid: int) -> bool:
+    return _state(pid) not in "XZ"
 
 
 def _child_pid(server: VllmServer) -> int:
@@ -128,6 +158,15 @@ def test_a_completion_has_text_tokens_and_the_time_to_the_first(build: Build) ->
         done = server.complete("hello", max_tokens=2)
     assert (done.text, done.token_ids, done.prompt_tokens) == ("ab", (5, 6), 7)
     assert 0 < done.ttft_s <= done.total_s
+
+
+def test_an_answer_in_one_piece_carries_what_goes_to_the_next_server(build: Build) -> None:
+    with build() as server:
+        done = server.complete(
+            "hello", max_tokens=2, stream=False, kv_transfer_params={"do_remote_decode": True}
+        )
+    assert (done.text, done.token_ids, done.prompt_tokens) == ("ab", (5, 6), 7)
+    assert done.kv_transfer_params == {"got": {"do_remote_decode": True}}
 
 
 def test_a_refused_request_says_what_the_server_said(build: Build) -> None:
@@ -199,6 +238,51 @@ def test_a_server_may_be_started_again_after_a_kill(build: Build) -> None:
         server.start()
         assert server.log_path != first
         assert server.complete("hello", max_tokens=2).text == "ab"
+
+
+def test_two_servers_start_side_by_side(build: Build) -> None:
+    with contextlib.ExitStack() as servers:
+        pair = [build(name=name) for name in ("one", "two")]
+        for server in pair:
+            servers.callback(server.stop)
+            server.launch()
+        for server in pair:
+            server.wait_until_up()
+        assert len({server.port for server in pair}) == 2
+        assert [server.complete("hello", max_tokens=2).text for server in pair] == ["ab", "ab"]
+
+
+def test_a_frozen_server_does_nothing_until_it_is_thawed(build: Build) -> None:
+    with build() as server:
+        members = processes.members(server.pid)
+        server.freeze()
+        assert not server.api.is_healthy()
+        assert [_state(pid) for pid in members] == ["T", "T"]
+        server.thaw()
+        assert server.complete("hello", max_tokens=2).text == "ab"
+
+
+def test_a_frozen_server_stops_without_being_killed(build: Build) -> None:
+    server = build()
+    server.start()
+    child = _child_pid(server)
+    server.freeze()
+    server.stop()
+    assert not _is_alive(child)
+
+
+def test_a_server_in_a_namespace_is_reached_and_ended_like_any_other(build: Build) -> None:
+    if reason := netns.why_unavailable():
+        pytest.skip(f"no network namespaces here: {reason}")
+    with netns.joined_pair() as (inside, _), build(namespace=inside) as server:
+        assert server.complete("hello", max_tokens=2).text == "ab"
+        assert server.metrics().by_label("host_ip", "ip") == {inside.address: 1.0}
+        members = processes.members(server.pid)
+        assert len(members) == 2
+        for pid in members:
+            assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+        server.kill()
+        assert not any(map(_is_alive, members))
 
 
 def test_starting_twice_is_misuse(build: Build) -> None:
