@@ -10,9 +10,11 @@ here travel inside those values or are raised for misuse and for configuration.
     │   └── BackendUnusable    a NIXL plugin cannot be used on this machine
     ├── TransferError      bytes did not arrive
     │   └── DeadlineExceeded   ... in time; says what was waited for
-    └── StorageError       a disk or a store refused; carries path and errno
-        ├── StorageFull        no space, or the quota is reached
-        └── CorruptChunk       bytes came back, but not the ones that were stored
+    ├── StorageError       a disk or a store refused; carries path and errno
+    │   ├── StorageFull        no space, or the quota is reached
+    │   └── CorruptChunk       bytes came back, but not the ones that were stored
+    └── ProtocolError      a peer sent what may not come at this point
+        └── WireError          ... or bytes that are no message at all
 """
 
 from __future__ import annotations
@@ -101,3 +103,19 @@ class StorageFull(StorageError):
 
 class CorruptChunk(StorageError):
     """The bytes under `path` are not the ones that were stored under this key."""
+
+
+class ProtocolError(PdOffloadError):
+    """A peer sent a message that may not come at this point. Its session ends, nothing else does."""
+
+
+class WireError(ProtocolError):
+    """What a peer sent is no message. `field` is the path to what is wrong, empty for the whole frame."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.field = field
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[WireError], tuple[str, str]]:
+        return type(self), (self.field, self.reason)

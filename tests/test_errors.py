@@ -16,9 +16,11 @@ from pdoffload.errors import (
     MisuseError,
     NixlError,
     PdOffloadError,
+    ProtocolError,
     StorageError,
     StorageFull,
     TransferError,
+    WireError,
 )
 
 ONE_OF_EACH = [
@@ -33,6 +35,9 @@ ONE_OF_EACH = [
     StorageError("/tier/a.bin", "does not parse"),
     StorageFull("/tier/a.bin", "No space left on device", errno.ENOSPC),
     CorruptChunk("/tier/a.bin", "checksum differs"),
+    ProtocolError("Lookup may not come before connect"),
+    WireError("keys[3]", "Expected `bytes`, got `str`"),
+    WireError("", "Input data was truncated"),
 ]
 
 
@@ -51,6 +56,7 @@ def test_the_root_catches_every_error(error):
         (DeadlineExceeded, TransferError),
         (StorageFull, StorageError),
         (CorruptChunk, StorageError),
+        (WireError, ProtocolError),
     ],
 )
 def test_errors_are_kinds_of_their_cause(kind, caught_as):
