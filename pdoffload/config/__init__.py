@@ -1,7 +1,8 @@
 """From vLLM's `kv_connector_extra_config` to an `OffloadConfig`: parsed once, all problems at once.
 
 The keys are declared in `pdoffload.config.options`. Only JSON values are read: no environment variable, no
-number out of a string, no boolean out of anything but true and false.
+number out of a string, no boolean out of anything but true and false. The one exception is the address of
+a p2p tier, for vLLM's own two variables: `resolve_p2p_address`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from pdoffload.config.options import (
     FsTierConfig,
     Locality,
     OffloadConfig,
+    P2pTierConfig,
     TierConfig,
     Verify,
 )
+from pdoffload.config.peers import p2p_warnings, read_p2p_tier, resolve_p2p_address
 from pdoffload.config.reading import keys_of, name_text, read, shown, size_text, suggestion, text
 from pdoffload.errors import ConfigError, MisuseError
 from pdoffload.layout import Geometry
@@ -42,11 +45,13 @@ __all__ = [
     "FsTierConfig",
     "Locality",
     "OffloadConfig",
+    "P2pTierConfig",
     "TierConfig",
     "Verify",
     "describe",
     "geometry",
     "parse",
+    "resolve_p2p_address",
     "resolved",
     "warnings",
 ]
@@ -71,6 +76,7 @@ def parse(extra_config: Mapping[str, Any]) -> OffloadConfig:
     problems += _chunk_problems(extra_config)
     problems += _policy_problems(values)
     problems += _shared_root_problems(tiers)
+    problems += _second_p2p_problems(given_tiers)
     if problems:
         raise ConfigError(problems)
     return OffloadConfig(**values, secondary_tiers=tuple(tier for tier in tiers if tier))
@@ -95,6 +101,8 @@ def _read_tier(given: Any, where: str, problems: list[str]) -> TierConfig | None
         problems += _mode_problems(values, given, where)
         problems += _backend_problems(values, where)
         return None if len(problems) > found_before else FsTierConfig(**values)
+    if kind == "p2p":
+        return read_p2p_tier(given, f"{where}.", problems)
     if "module_path" in given and kind not in LATER_TIER_TYPES:
         own = {name: given[name] for name in ("type", "module_path") if name in given}
         values = read(CustomTierConfig, own, f"{where}.", problems)
@@ -194,6 +202,22 @@ def _shared_root_problems(tiers: list[TierConfig | None]) -> list[str]:
     return problems
 
 
+def _second_p2p_problems(given_tiers: Any) -> list[str]:
+    """One socket and one set of agents serve every peer; a right table or not, a second one is wrong."""
+    if not isinstance(given_tiers, list | tuple):
+        return []
+    places = [
+        i
+        for i, one in enumerate(given_tiers)
+        if isinstance(one, Mapping) and one.get("type") == "p2p"
+    ]
+    return [
+        f"secondary_tiers[{i}].type: secondary_tiers[{places[0]}] is a p2p tier already; one is "
+        "allowed, and it speaks to any number of peers"
+        for i in places[1:]
+    ]
+
+
 def geometry(
     config: OffloadConfig, *, worker_bytes_per_block: int, num_copies: int, blocks_per_chunk: int
 ) -> Geometry:
@@ -238,6 +262,8 @@ def warnings(config: OffloadConfig) -> list[str]:
     for i, tier in enumerate(config.secondary_tiers):
         if isinstance(tier, FsTierConfig):
             found += (f"secondary_tiers[{i}].{line}" for line in _fs_warnings(tier))
+        elif isinstance(tier, P2pTierConfig):
+            found += (f"secondary_tiers[{i}].{line}" for line in p2p_warnings(tier))
     return found
 
 
@@ -272,15 +298,13 @@ def resolved(config: OffloadConfig) -> list[tuple[str, str]]:
 
 
 def _tier_rows(tier: TierConfig) -> list[tuple[str, str]]:
-    if isinstance(tier, FsTierConfig):
+    if isinstance(tier, CustomTierConfig):
         return [
-            (key.name, text(getattr(tier, key.name), key.unit)) for key in keys_of(FsTierConfig)
+            ("type", tier.type),
+            ("module_path", tier.module_path),
+            *((name_text(name), "(given)") for name in tier.options),
         ]
-    return [
-        ("type", tier.type),
-        ("module_path", tier.module_path),
-        *((name_text(name), "(given)") for name in tier.options),
-    ]
+    return [(key.name, text(getattr(tier, key.name), key.unit)) for key in keys_of(type(tier))]
 
 
 def describe(config: OffloadConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from pdoffload.config.hosts import HOST_ALLOWED
 from pdoffload.config.reading import Unit, about
 
 CPU_SPEC = "NixlCPUOffloadingSpec"
@@ -21,9 +22,11 @@ LATER_SPECS = ("NixlDirectOffloadingSpec",)
 """Named in the plan, not in this version: told apart from a misspelt name."""
 ADAPTER_MODULE = "pdoffload.vllm"
 
-TIER_TYPES = ("fs",)
-LATER_TIER_TYPES = ("obj", "p2p")
+TIER_TYPES = ("fs", "p2p")
+LATER_TIER_TYPES = ("obj",)
 LATER_FS_BACKENDS = ("GDS_MT", "GDS")
+P2P_BACKENDS = ("UCX",)
+LATER_P2P_BACKENDS = ("LIBFABRIC", "MOONCAKE", "GPUNETIO", "UCCL")
 BUILT_IN_POLICIES = ("lru", "arc")
 
 
@@ -46,6 +49,7 @@ class Verify(enum.Enum):
 HostBytes = Annotated[int, Meta(ge=1, le=1 << 50)]
 StoreBytes = Annotated[int, Meta(ge=1, le=1 << 60)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+TimeoutSeconds = Annotated[float, Meta(ge=0.1, le=3600)]
 ModulePath = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")]
 _DOTTED = "a dotted import path such as package.module, or null"
 
@@ -124,6 +128,97 @@ class FsTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table",
     ] = 0o600
 
 
+P2P_HOST_VARIABLE = "VLLM_P2P_SIDE_CHANNEL_HOST"
+P2P_PORT_VARIABLE = "VLLM_P2P_SIDE_CHANNEL_PORT"
+P2P_DEFAULT_HOST = "localhost"
+P2P_DEFAULT_PORT = 5710
+
+
+class P2pTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table", tag="p2p"):
+    """What peers hold in host memory, and what is lent to them. Nothing is stored in this tier.
+
+    `host` and `port` as given: `pdoffload.config.peers.resolve_p2p_address` says what to bind.
+    """
+
+    type: Annotated[Literal["p2p"], about("Names this kind of tier.")] = "p2p"
+    host: Annotated[
+        str | None,
+        about(
+            "Bound and dialled verbatim, nothing is detected: across hosts give the node's routable "
+            f"address. null: `{P2P_HOST_VARIABLE}`, else `{P2P_DEFAULT_HOST}`.",
+            allowed=f"{HOST_ALLOWED}, or null",
+        ),
+    ] = None
+    port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        about(
+            "Base port: the bound one is this plus the data-parallel index. 0: any free port, told to "
+            f"peers as it is. null: `{P2P_PORT_VARIABLE}`, else {P2P_DEFAULT_PORT}."
+        ),
+    ] = None
+    backends: Annotated[
+        tuple[str, ...],
+        about(
+            "NIXL plugins of this tier's own agents, whatever the main connector uses. UCX alone in "
+            "this version.",
+            allowed='a list of NIXL network plugins, such as ["UCX"]',
+        ),
+    ] = P2P_BACKENDS
+    num_threads: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        about("Threads that write to peers, each with a NIXL agent of its own."),
+    ] = 4
+    unbound_store_timeout_s: Annotated[
+        TimeoutSeconds,
+        about(
+            "How long blocks are kept for a decoder that has not asked yet. They take up host memory "
+            "for so long; a later fetch is refused at once."
+        ),
+    ] = 60.0
+    load_timeout_s: Annotated[
+        TimeoutSeconds,
+        about("Deadline in seconds of a pull, from the fetch to the last byte.", own=True),
+    ] = 30.0
+    lookup_timeout_s: Annotated[
+        TimeoutSeconds,
+        about(
+            "Deadline in seconds of a peer's answer to a lookup; then it counts as a miss.",
+            own=True,
+        ),
+    ] = 30.0
+    store_timeout_s: Annotated[
+        TimeoutSeconds,
+        about(
+            "Deadline in seconds of a fetch on the producer's side, waiting for blocks included.",
+            own=True,
+        ),
+    ] = 30.0
+    abort_timeout_s: Annotated[
+        TimeoutSeconds,
+        about("How long an answer to an abort is waited for, in seconds.", own=True),
+    ] = 10.0
+    cluster_secret_file: Annotated[
+        Annotated[str, Meta(pattern=r"^[^\x00]+\Z")] | None,
+        about(
+            "File with the secret that all peers share: it authenticates and encrypts the control "
+            "channel. Without it only loopback may be bound.",
+            allowed="a path, or null",
+            own=True,
+        ),
+    ] = None
+    allow_unauthenticated: Annotated[
+        bool,
+        about(
+            "Bind beyond loopback without a secret: whoever reaches the port can read host memory.",
+            own=True,
+        ),
+    ] = False
+    max_peers: Annotated[
+        int, Meta(ge=1, le=4096), about("Peers spoken to at a time; more are refused.", own=True)
+    ] = 128
+
+
 class CustomTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table", tag="class"):
     """A tier class from elsewhere. `options` are its own keys, as given: the class checks them."""
 
@@ -141,7 +236,7 @@ class CustomTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="tab
     ] = {}
 
 
-TierConfig = FsTierConfig | CustomTierConfig
+TierConfig = FsTierConfig | P2pTierConfig | CustomTierConfig
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +293,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         about("Blocks whose lookups `store_threshold` counts at a time."),
     ] = 64_000
     secondary_tiers: Annotated[
-        tuple[FsTierConfig | CustomTierConfig, ...],
+        tuple[FsTierConfig | P2pTierConfig | CustomTierConfig, ...],
         about("Tier tables, asked in the order listed.", allowed="a list of tier tables"),
     ] = ()
     offload_prompt_only: Annotated[
@@ -218,8 +313,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = Verify.ALWAYS
     transfer_timeout_s: Annotated[
-        float,
-        Meta(ge=0.1, le=3600),
+        TimeoutSeconds,
         about("Deadline in seconds of any one transfer; nothing waits without one.", own=True),
     ] = 30.0
     n_transfer_threads: Annotated[

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from pdoffload.config.options import CustomTierConfig, FsTierConfig, OffloadConfig
+from pdoffload.config.options import (
+    CustomTierConfig,
+    FsTierConfig,
+    OffloadConfig,
+    P2pTierConfig,
+)
 from pdoffload.config.reading import Key, keys_of, text
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("kv_connector_extra_config", OffloadConfig),
     ("secondary_tiers: type fs", FsTierConfig),
+    ("secondary_tiers: type p2p", P2pTierConfig),
     ("secondary_tiers: a tier class from elsewhere", CustomTierConfig),
 )
 
@@ -50,19 +56,58 @@ It exits with 0 and prints every setting as it will be used, or with 2 and one l
 - Numbers are not read out of strings: `"16"` and `"10GB"` are problems. A number without a fraction
   counts as whole (`1e10`, `4294967296.0`), because `--kv-offloading-size` of vLLM arrives so.
 - `null` is allowed only where the table says so.
-- No environment variable is read.
+- No environment variable is read, but for two: a p2p tier whose `host` or `port` is not given takes
+  vLLM's `VLLM_P2P_SIDE_CHANNEL_HOST` or `VLLM_P2P_SIDE_CHANNEL_PORT` when the engine starts. One that is
+  set to nothing counts as not set.
 - `cpu_bytes_to_use` must pay for at least one chunk. How large a chunk is depends on the model, so
   this one is found when the engine starts; the message says how much is needed.
 - Not together: `block_size` and `blocks_per_chunk`; `store_threshold` of 2 or more and several
-  tiers; `secondary_tiers` and `NixlCPUOffloadingSpec`; two `fs` tiers with one `root_dir`.
+  tiers; `secondary_tiers` and `NixlCPUOffloadingSpec`; two `fs` tiers with one `root_dir`; two `p2p`
+  tiers.
 
 Settings that work but are perhaps not meant so (a tiering spec without tiers, `verify` off, a
-relative `root_dir`) are warnings.
+relative `root_dir`, a `p2p` tier without authentication) are warnings.
+
+## Peers
+
+A `p2p` tier gets chunks from the host memory of other engines and lends them its own. Every engine of a
+cluster may have the same table, but for the host:
+
+```json
+{"spec_name": "NixlTieringOffloadingSpec", "cpu_bytes_to_use": 10737418240,
+ "secondary_tiers": [{"type": "p2p", "host": "10.0.0.11",
+                      "cluster_secret_file": "/run/secrets/kv-cluster"}]}
+```
+
+Which engine a request's chunks come from stands in the request, in `kv_transfer_params`. Prefill here,
+decode there: the first request goes to the prefiller, the second, with the same prompt and the same id, to
+the decoder. A decoder asks nothing, it takes every block to be there:
+
+```json
+{"remote_decoder": {"kv_request_id": "r-1"}}
+{"remote_prefiller": {"kv_request_id": "r-1", "remote_host": "10.0.0.11", "remote_port": 5710}}
+```
+
+A prefix that another engine may hold: this one asks it first, and pulls what is there. The id is new for
+each request, and the other engine needs no word of it:
+
+```json
+{"remote_kv_source": {"kv_request_id": "r-2", "remote_host": "10.0.0.11", "remote_port": 5710}}
+```
+
+`remote_decoder` and `remote_kv_source` may stand together, no other two. `host` is:
+
+- bound and dialled verbatim, so `0.0.0.0`, `::` and `*` are problems; IPv6 with or without brackets;
+- a problem where it is an address that other hosts can reach while there is no `cluster_secret_file`,
+  unless `allow_unauthenticated` is true. What a name stands for is found when the engine starts.
+
+`verify` decides on chunks that bring no checksum, as those of stock vLLM do: under `always` they are not
+loaded, so sharing with stock vLLM needs `if_present`.
 """
 
 _TAIL = """
-The tier types `obj` and `p2p` and the spec `NixlDirectOffloadingSpec` belong to later versions; naming
-one is a problem that says so.
+The tier type `obj` and the spec `NixlDirectOffloadingSpec` belong to later versions; naming one is a problem
+that says so.
 """
 
 

@@ -17,6 +17,7 @@ from pdoffload.config import (
     FsTierConfig,
     Locality,
     OffloadConfig,
+    P2pTierConfig,
     Verify,
     geometry,
     parse,
@@ -140,7 +141,7 @@ def test_all_problems_are_reported_together() -> None:
             "cpu_bytes_to_use": "10GB",
             "verfy": "off",
             "offload_prompt_only": "no",
-            "secondary_tiers": [{"type": "fs", "n_read_thread": 4}, {"type": "p2p"}, 7],
+            "secondary_tiers": [{"type": "fs", "n_read_thread": 4}, {"type": "obj"}, 7],
         }
     )
     text = "\n".join(problems)
@@ -150,7 +151,7 @@ def test_all_problems_are_reported_together() -> None:
         'offload_prompt_only: got "no"; allowed: true or false',
         "secondary_tiers[0].n_read_thread: unknown key; nearest: n_read_threads",
         "secondary_tiers[0].root_dir: required and missing",
-        "secondary_tiers[1].type: 'p2p' is not available in this version",
+        "secondary_tiers[1].type: 'obj' is not available in this version",
         "secondary_tiers[2]: got 7",
         "secondary_tiers: NixlCPUOffloadingSpec has host memory alone; set spec_name to "
         "NixlTieringOffloadingSpec",
@@ -447,13 +448,13 @@ def test_tiers_keep_their_order() -> None:
     assert roots == ["/b", "/a", "/c"]
 
 
-@pytest.mark.parametrize("kind", ["obj", "p2p"])
+@pytest.mark.parametrize("kind", ["obj"])
 def test_a_tier_of_a_later_version_is_told_apart_from_a_wrong_one(kind: str) -> None:
     for table in ({"type": kind}, {"type": kind, "module_path": "my.tiers"}):
         problem = the_problem({**TIERING, "secondary_tiers": [table]})
         assert problem == (
             f"secondary_tiers[0].type: '{kind}' is not available in this version; "
-            "available: fs, or the name of a class together with module_path"
+            "available: fs, p2p, or the name of a class together with module_path"
         )
 
 
@@ -461,7 +462,7 @@ def test_a_tier_of_a_later_version_is_told_apart_from_a_wrong_one(kind: str) -> 
 def test_an_unknown_tier_type_names_the_known(table: dict[str, Any]) -> None:
     problem = the_problem({**TIERING, "secondary_tiers": [table]})
     assert problem.startswith("secondary_tiers[0].type: ")
-    assert "allowed: fs, or the name of a class together with module_path" in problem
+    assert "allowed: fs, p2p, or the name of a class together with module_path" in problem
 
 
 def test_a_tier_from_elsewhere_keeps_its_own_keys() -> None:
@@ -546,12 +547,21 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-KNOWN_KEYS = st.sampled_from((*OffloadConfig.__struct_fields__, *FsTierConfig.__struct_fields__))
+KNOWN_KEYS = st.sampled_from(
+    (
+        *OffloadConfig.__struct_fields__,
+        *FsTierConfig.__struct_fields__,
+        *P2pTierConfig.__struct_fields__,
+    )
+)
 TABLE = st.dictionaries(KNOWN_KEYS | st.text(max_size=8), JSON, max_size=6)
+TIER_TABLE = st.builds(
+    lambda kind, table: {**table, "type": kind}, st.sampled_from(("fs", "p2p")), TABLE
+)
 
 
 @settings(deadline=None)
-@given(TABLE, st.lists(TABLE | JSON, max_size=3))
+@given(TABLE, st.lists(TIER_TABLE | TABLE | JSON, max_size=3))
 def test_whatever_is_given_is_parsed_or_refused_with_its_reasons(
     host: dict[str, Any], tiers: list[Any]
 ) -> None:
