@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -19,14 +22,19 @@ from vllm.v1.kv_offload.config import (
 TOKENS_PER_BLOCK = 32
 
 
-def offloading_config(chunk_bytes: int) -> OffloadingConfig:
-    """One worker, one KV-cache group, one block per chunk of `chunk_bytes`."""
+def offloading_config(
+    chunk_bytes: int, *, engine_id: str = "bench", extra_config: Mapping[str, Any] | None = None
+) -> OffloadingConfig:
+    """One worker, one KV-cache group, one block per chunk of `chunk_bytes`.
+
+    `extra_config` is what a user writes under `kv_connector_extra_config`.
+    """
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(TOKENS_PER_BLOCK, ("layer",), 0),),
         worker_kv_bytes_per_block=chunk_bytes,
         enable_kv_cache_events=False,
-        extra_config={},
-        engine_id="bench",
+        extra_config=dict(extra_config or {}),
+        engine_id=engine_id,
         model=OffloadingModelConfig("bench", "bfloat16"),
         cache=OffloadingCacheConfig(TOKENS_PER_BLOCK, 1),
         parallel=OffloadingParallelConfig(
