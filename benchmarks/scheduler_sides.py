@@ -40,7 +40,7 @@ class KeysTier(Tier):
         self._keys: dict[BlockKey, bool] = {}
         self._ended: list[JobResult | Settled] = []
 
-    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+    def lookup(self, keys: Sequence[BlockKey], request_id: str = "") -> list[Lookup]:
         return [Lookup.HIT if key in self._keys else Lookup.MISS for key in keys]
 
     def store(self, job: Job) -> None:

@@ -1,6 +1,7 @@
 """The shell of tiering: carries the plan's commands out on a pool and its tiers.
 
-One owner thread, the engine's scheduler. No call waits, except `close`.
+One owner thread, the engine's scheduler. No call waits, except `close`. Tiers may borrow from the pool on
+threads of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pdoffload.memory.host import HostRegion
 from pdoffload.memory.lending import FILLING, READY
 from pdoffload.policy.base import Policy
 from pdoffload.tiering.plan import Command, Moved, Plan, StoreTo
-from pdoffload.tiers.base import JobResult, Lookup, Settled, Tier, TierStats
+from pdoffload.tiers.base import JobResult, Lookup, Settled, Tier, TierRequest, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +56,34 @@ class Tiering:
         self.plan = Plan(
             region.geometry.num_slots,
             policy,
-            len(self.tiers),
+            [number for number, tier in enumerate(self.tiers) if tier.takes_stores],
             store_threshold=store_threshold,
             max_tracker_size=max_tracker_size,
             record_moves=record_moves,
         )
+        # Requests whose every chunk is offered to some tiers, and to which.
+        self._offered_to: dict[str, list[Tier]] = {}
         self._closed = False
+        for tier in self.tiers:
+            tier.borrow_from(self.plan.index)
 
     def __repr__(self) -> str:
         return f"<Tiering {self.plan!r} tiers={[tier.name for tier in self.tiers]}>"
+
+    def request_started(self, request: TierRequest) -> bool:
+        """A request has come. True if a tier wants every chunk of it, those in the pool too."""
+        self.plan.request_started(request.request_id)
+        keepers = [tier for tier in self.tiers if tier.request_started(request)]
+        if keepers:
+            self._offered_to[request.request_id] = keepers
+        return bool(keepers)
+
+    def request_finished(self, request_id: str) -> None:
+        """The request has ended, at whatever stage; unknown ids are ignored."""
+        self._offered_to.pop(request_id, None)
+        self.plan.request_finished(request_id)
+        for tier in self.tiers:
+            tier.request_finished(request_id)
 
     def lookup(
         self, key: BlockKey, request_id: str, allowed_tiers: Collection[int] | None = None
@@ -80,17 +100,22 @@ class Tiering:
         for number, tier in enumerate(self.tiers):
             if allowed_tiers is not None and number not in allowed_tiers:
                 continue
-            found = tier.lookup((key,))[0]
+            if self.plan.has_failed(number, key, request_id):
+                continue
+            found = tier.lookup((key,), request_id)[0]
             if found is _IN_TIER:
                 return ARRIVING if self.plan.promote(number, key, request_id) else MISS
             asking = asking or found is _PENDING
         return ASKING if asking else MISS
 
     def reserve_store(
-        self, keys: Sequence[BlockKey]
+        self, keys: Sequence[BlockKey], request_id: str = ""
     ) -> tuple[list[BlockKey], list[int], list[BlockKey]] | None:
         """(keys to store, their slots, keys evicted for them), or None when the pool has no room."""
         reserved = self.plan.reserve_store(keys)
+        if self._offered_to:
+            # Only now: those that are stored have their slots, and what had no room is absent.
+            self._offer(keys, request_id)
         if reserved is None:
             return None
         wanted, reservation = reserved
@@ -178,6 +203,13 @@ class Tiering:
 
     def check(self) -> None:
         self.plan.check()
+
+    def _offer(self, keys: Sequence[BlockKey], request_id: str) -> None:
+        """Tell the tiers that want every chunk of this request which of `keys` are or will be here."""
+        keepers = self._offered_to.get(request_id)
+        if keepers and (present := tuple(key for key in keys if key in self.plan.index)):
+            for tier in keepers:
+                tier.offered(present, request_id)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:

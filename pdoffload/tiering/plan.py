@@ -93,16 +93,22 @@ class _Request(msgspec.Struct):
     held: set[BlockKey] = msgspec.field(default_factory=set)
     sources: dict[BlockKey, int] = msgspec.field(default_factory=dict)
     """Chunks brought back for this request, and from which tier."""
+    failed: set[tuple[int, BlockKey]] = msgspec.field(default_factory=set)
+    """Tiers that had announced a chunk to this request and did not deliver it: not asked again for it,
+    or the request would try the same load for ever."""
 
 
 class Plan:
-    """The state of tiering for one host pool. One owner thread."""
+    """The state of tiering for one host pool; `store_to` numbers the tiers that take stores.
+
+    One owner thread; others reach the pool through `index`, as its `Lender`.
+    """
 
     def __init__(
         self,
         num_slots: int,
         policy: Policy,
-        num_tiers: int = 0,
+        store_to: Sequence[int] = (),
         *,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
@@ -110,7 +116,7 @@ class Plan:
     ) -> None:
         self.index = Index(num_slots, policy, promised=self._num_promised)
         self.counts = PlanCounts()
-        self._num_tiers = num_tiers
+        self._store_to = tuple(store_to)
         self._store_threshold = store_threshold
         self._max_tracker_size = max_tracker_size
         self._offers: OrderedDict[BlockKey, int] = OrderedDict()
@@ -174,6 +180,11 @@ class Plan:
         request = self._requests.get(request_id)
         return request is not None and request.barred
 
+    def has_failed(self, tier: int, key: BlockKey, request_id: str) -> bool:
+        """Whether `tier` has failed to deliver `key` to this request: to it the chunk is not there."""
+        request = self._requests.get(request_id)
+        return request is not None and (tier, key) in request.failed
+
     def lookup(self, key: BlockKey, request_id: str) -> Presence:
         """Where `key` stands in the host pool. ABSENT: ask the tiers, then `promote`."""
         self.counts.lookups += 1
@@ -206,9 +217,9 @@ class Plan:
         if not self._queued:
             return []
         commands: list[Command] = []
-        for (tier, _), keys in self._queued.items():
+        for (tier, request_id), keys in self._queued.items():
             slots = tuple(self.index.slot_of(key) for key in keys)
-            job = self._new_job(tier, tuple(keys), slots, is_load=True)
+            job = self._new_job(tier, tuple(keys), slots, is_load=True, request_id=request_id)
             commands.append(LoadFrom(tier, job))
         self._queued.clear()
         return commands
@@ -264,7 +275,7 @@ class Plan:
     ) -> list[Command]:
         """A device copy ended; `arrived(slot)` tells whether every worker wrote its part of the slot.
 
-        What arrived is ready and goes to every tier; what did not is forgotten.
+        What arrived is ready and goes to every tier that takes it; what did not is forgotten.
         """
         stored: list[BlockKey] = []
         lost: list[BlockKey] = []
@@ -281,7 +292,7 @@ class Plan:
         self.counts.stored_chunks += len(stored)
         self._note(stored, removed=False)
         commands: list[Command] = []
-        for tier in range(self._num_tiers):
+        for tier in self._store_to:
             slots = tuple(self.index.pin(stored))
             job = self._new_job(tier, tuple(stored), slots, is_load=False)
             commands.append(StoreTo(tier, job))
@@ -335,6 +346,7 @@ class Plan:
                 request = self._requests.get(request_id)
                 if request is not None:
                     request.sources.pop(key, None)
+                    request.failed.add((live.tier, key))
         failed = [key for key, _ in result.failed]
         if result.settled:
             self.index.abandon(failed)
@@ -415,9 +427,15 @@ class Plan:
         return moves
 
     def _new_job(
-        self, tier: int, keys: tuple[BlockKey, ...], slots: tuple[int, ...], *, is_load: bool
+        self,
+        tier: int,
+        keys: tuple[BlockKey, ...],
+        slots: tuple[int, ...],
+        *,
+        is_load: bool,
+        request_id: str = "",
     ) -> Job:
-        job = Job(self._next_job_id, keys, slots)
+        job = Job(self._next_job_id, keys, slots, request_id)
         self._next_job_id += 1
         self._jobs[job.job_id] = _LiveJob(tier, job, is_load)
         return job

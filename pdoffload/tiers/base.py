@@ -1,8 +1,9 @@
 """The contract of a tier.
 
-A tier keeps chunks somewhere else than the host pool and moves them between there and the pool's slots,
-always through NIXL. Seven verbs, batch first. Nothing blocks the caller: `store` and `load` queue, and
-`poll` hands over what has ended. A miss is a value, a failed chunk is a value, misuse raises.
+A tier keeps chunks somewhere else than the host pool, or reaches those of other engines, and moves them
+between there and the pool's slots, always through NIXL. Seven verbs, batch first. Nothing blocks the caller:
+`store` and `load` queue, and `poll` hands over what has ended. A miss is a value, a failed chunk is a value,
+misuse raises. Four more verbs, all optional, are for tiers that serve single requests and other engines.
 
 One thread, the owner, calls every verb. The bytes of a job's slots belong to the tier from the call that
 queued the job until the `JobResult` with `settled=True` (or the later `Settled`) for it.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.config import Locality as Locality
 from pdoffload.config import Verify as Verify
-from pdoffload.errors import PdOffloadError
+from pdoffload.errors import MisuseError, PdOffloadError
 from pdoffload.layout import BlockKey, RunConfig
 from pdoffload.memory.host import HostRegion
+from pdoffload.memory.lending import Lender
 
 
 class Lookup(enum.Enum):
@@ -50,15 +53,25 @@ class TierContext(msgspec.Struct, frozen=True, kw_only=True):
     clock: Clock = SYSTEM_CLOCK
 
 
+class TierRequest(msgspec.Struct, frozen=True):
+    """A request of the engine, as far as a tier may care."""
+
+    request_id: str
+    params: Mapping[str, Any] | None = None
+    """`kv_transfer_params` as the client or a router sent them: any JSON object, not checked."""
+
+
 class Job(msgspec.Struct, frozen=True):
     """One batch to store or to load. `keys[i]` is the chunk of pool slot `slots[i]`; keys are distinct.
 
-    `job_id` is unique among the tier's live jobs, stores and loads together.
+    `job_id` is unique among the tier's live jobs, stores and loads together. `request_id` is the request
+    that a load is for; it may have finished. Empty for stores.
     """
 
     job_id: int
     keys: tuple[BlockKey, ...]
     slots: tuple[int, ...]
+    request_id: str = ""
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +102,40 @@ class Settled(msgspec.Struct, frozen=True):
     job_id: int
 
 
+class PeerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tier of peers adds to `TierStats`; chunks pulled are its `loaded_chunks`. Counters since
+    the tier was opened, which never fall, but for the gauges."""
+
+    peers_up: int = 0
+    """Gauge: peers whose handshake is done and whose line is up."""
+    kept_slots: int = 0
+    """Gauge: distinct slots of the pool that are kept for peers or being sent to them."""
+    transports: tuple[tuple[str, int], ...] = ()
+    """Gauge: each transport really in use, and how many peers are reached by it."""
+    handshakes_done: int = 0
+    handshakes_refused: int = 0
+    """By either side: another model, layout, block length or hash seed."""
+    logins_refused: int = 0
+    """Connections that did not prove the cluster's secret."""
+    bad_messages: int = 0
+    """Messages dropped because they did not parse or came out of turn."""
+    peers_lost: int = 0
+    served_lookups: int = 0
+    """Keys that peers asked for, found or not."""
+    served_chunks: int = 0
+    served_bytes: int = 0
+    expired_keeps: int = 0
+    """Chunks kept for a consumer that did not come in `unbound_store_timeout_s`."""
+    refused_fetches: int = 0
+    """Fetches answered with a failure without moving a byte."""
+    refused_requests: int = 0
+    """Requests whose roles in `kv_transfer_params` were wrong; they run without peers."""
+    lookup_deadlines: int = 0
+    load_deadlines: int = 0
+    store_deadlines: int = 0
+    abort_deadlines: int = 0
+
+
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the tier was opened; they never fall. Gauges say so."""
 
@@ -114,23 +161,34 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauge."""
     degraded: str = ""
     """Gauge: why stores are off, or empty."""
+    peers: PeerStats | None = None
+    """Of a tier that reaches other engines."""
 
 
 class Tier(ABC):
-    """Seven verbs. `name` is the tier's type in configuration, logs and metrics."""
+    """Seven verbs, and four for requests. `name` is the tier's type in configuration, logs and metrics."""
 
     name: str
-    medium: Medium = Medium.STORAGE
+    medium: Medium | None = Medium.STORAGE
+    """None: unknown, as the pools of peers are. A request that chooses tiers by medium excludes none such."""
     locality: Locality | None = None
     publishes_events: bool = False
+    """Only with a known `medium`."""
+    takes_stores: bool = True
+    """Whether chunks go out to it. If False, `store` is never called."""
+    from_peers: bool = False
+    """Whether what it loads comes out of other engines' host pools; told in cache-hit metrics."""
 
     @abstractmethod
-    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
-        """Whether each chunk can be loaded, as far as is known now. Never waits, never touches a medium."""
+    def lookup(self, keys: Sequence[BlockKey], request_id: str = "") -> list[Lookup]:
+        """Whether each chunk can be loaded, as far as is known now. Never waits, never touches a medium.
 
-    @abstractmethod
+        `request_id` is who wants them, for a tier whose answer depends on that.
+        """
+
     def store(self, job: Job) -> None:
         """Queue chunks to be kept. Chunks the tier already holds count as stored and move no byte."""
+        raise MisuseError(f"tier {self.name} takes no stores: job {job.job_id}")
 
     @abstractmethod
     def load(self, job: Job) -> None:
@@ -138,7 +196,12 @@ class Tier(ABC):
 
     @abstractmethod
     def poll(self) -> list[JobResult | Settled]:
-        """What has ended since the last call. Also where deadlines of running jobs expire."""
+        """What has ended since the last call. Also where deadlines of running jobs expire.
+
+        Called at least once per step of the scheduler, after that step's lookups: what they have
+        gathered may be sent in one piece here. While chunks of a load are awaited the engine keeps
+        stepping.
+        """
 
     def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional verb
         """These chunks were used again: a tier with a quota evicts them later. Best effort."""
@@ -154,3 +217,24 @@ class Tier(ABC):
         Returns what ended, as `poll` does. Work still running after `timeout_s` is left to a daemon
         thread and logged; its slots stay unsettled.
         """
+
+    # --- for tiers that serve single requests and other engines ---
+
+    def borrow_from(self, lender: Lender) -> None:  # noqa: B027 - optional verb
+        """The pool, for a tier that reads it unasked. Once, before every other verb but `close`.
+
+        From `close` on, nothing may be borrowed.
+        """
+
+    def request_started(self, request: TierRequest) -> bool:
+        """A request has come. True: have every chunk of it kept in the pool, those found there too, and
+        have them `offered`."""
+        return False
+
+    def offered(self, keys: Sequence[BlockKey], request_id: str) -> None:  # noqa: B027 - optional verb
+        """Chunks of a request that asked for this, as the engine computes them: each is resident, or its
+        bytes are on their way from the device. A chunk that found no slot is left out."""
+
+    def request_finished(self, request_id: str) -> None:  # noqa: B027 - optional verb
+        """The request has ended, whatever became of it: also for unknown ids and twice. Chunks offered for
+        it may still be on their way from the device, and a load for it may still run."""

@@ -153,6 +153,7 @@ class JobBook:
             quarantined_slots=sum(len(part.slots) for part in held),
             queued_jobs=sum(not live.outcomes for live in waiting),
             degraded=degraded,
+            peers=None,
             **self._counts,
         )
 

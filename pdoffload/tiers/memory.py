@@ -54,7 +54,7 @@ class MemoryTier(Tier):
             f"<MemoryTier {state}, {len(self.chunks)} chunks, {len(self._ended)} results to poll>"
         )
 
-    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+    def lookup(self, keys: Sequence[BlockKey], request_id: str = "") -> list[Lookup]:
         self._require_open()
         return [Lookup.HIT if key in self.chunks else Lookup.MISS for key in keys]
 

@@ -137,6 +137,8 @@ def hit_source(tier: Tier | None) -> CacheHitSource:
     """vLLM's word for where reused tokens came from; None is the host pool."""
     if tier is None:
         return CacheHitSource.HOST
+    if tier.from_peers:
+        return CacheHitSource.P2P
     if tier.medium is Medium.STORAGE:
         return CacheHitSource.DISK
     return CacheHitSource.EXTERNAL_UNSPECIFIED

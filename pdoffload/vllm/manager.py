@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -28,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.layout import BlockKey
 from pdoffload.tiering.manager import ARRIVING, ASKING, HIT, MISS, Tiering
+from pdoffload.tiers.base import Tier, TierRequest
 from pdoffload.vllm import compat
 from pdoffload.vllm.metrics import StatsReader
 
@@ -81,7 +83,7 @@ class NixlOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._poll_once_per_step()
-        reserved = self.tiering.reserve_store(_keys(keys))
+        reserved = self.tiering.reserve_store(_keys(keys), req_context.req_id)
         if reserved is None:
             return None
         wanted, slots, evicted = reserved
@@ -97,22 +99,23 @@ class NixlOffloadingManager(OffloadingManager):
         self.tiering.complete_store(_keys(keys), success=success)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self.tiering.plan.request_started(req_context.req_id)
+        wants_all = self.tiering.request_started(
+            TierRequest(req_context.req_id, req_context.kv_transfer_params)
+        )
         wanted = req_context.load_tier_filter
         if wanted is not TierFilter.ALL:
             self._allowed_tiers[req_context.req_id] = frozenset(
                 number
                 for number, tier in enumerate(self.tiering.tiers)
-                if wanted.allows(
-                    Medium[tier.medium.name],
-                    None if tier.locality is None else Locality[tier.locality.name],
-                )
+                if wanted.allows(_medium(tier), _locality(tier))
             )
-        return RequestOffloadingContext()
+        return RequestOffloadingContext(
+            OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.CHUNK_LEVEL
+        )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._allowed_tiers.pop(req_context.req_id, None)
-        self.tiering.plan.request_finished(req_context.req_id)
+        self.tiering.request_finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.tiering.poll()
@@ -133,12 +136,14 @@ class NixlOffloadingManager(OffloadingManager):
             tier = None if move.tier is None else self.tiering.tiers[move.tier]
             if tier is not None and not tier.publishes_events:
                 continue
-            locality = None if tier is None or tier.locality is None else tier.locality.name
+            medium = Medium.CPU if tier is None else _medium(tier)
+            if medium is None:
+                continue
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in move.keys],
-                medium=Medium.CPU if tier is None else Medium[tier.medium.name],
+                medium=medium,
                 removed=move.removed,
-                locality=None if locality is None else Locality[locality],
+                locality=None if tier is None else _locality(tier),
             )
 
     def reset_cache(self) -> None:
@@ -174,3 +179,11 @@ class NixlOffloadingManager(OffloadingManager):
 
 def _keys(keys: Collection[OffloadKey]) -> list[BlockKey]:
     return [BlockKey(key) for key in keys]
+
+
+def _medium(tier: Tier) -> Medium | None:
+    return None if tier.medium is None else Medium[tier.medium.name]
+
+
+def _locality(tier: Tier) -> Locality | None:
+    return None if tier.locality is None else Locality[tier.locality.name]

@@ -38,7 +38,7 @@ def failed(job: Job, *, settled: bool = True) -> JobResult:
 
 @pytest.fixture
 def plan():
-    plan = Plan(8, Lru(8), num_tiers=1, record_moves=True)
+    plan = Plan(8, Lru(8), store_to=range(1), record_moves=True)
     plan.request_started("r")
     yield plan
     plan.check()
@@ -58,7 +58,7 @@ def promote(plan: Plan, request: str, *numbers: int) -> LoadFrom:
 
 
 def test_a_stored_chunk_goes_to_every_tier():
-    plan = Plan(8, Lru(8), num_tiers=2)
+    plan = Plan(8, Lru(8), store_to=range(2))
     commands = store(plan, 1, 2)
     assert [type(command) for command in commands] == [StoreTo, StoreTo]
     assert [command.tier for command in commands] == [0, 1]
@@ -115,7 +115,7 @@ def test_c18_a_late_arrival_for_an_aborted_request_is_kept_but_not_held(plan):
 
 def test_c18_a_thousand_aborts_at_every_stage_leave_nothing_behind():
     rng = random.Random(18)
-    plan = Plan(64, Lru(64), num_tiers=1)
+    plan = Plan(64, Lru(64), store_to=range(1))
     for number in range(1000):
         request = f"r{number}"
         plan.request_started(request)
@@ -183,7 +183,7 @@ def test_a_failed_device_load_bars_its_request_and_no_other(plan):
 def test_c26_waiting_requests_do_not_evict_each_others_chunks():
     """16 slots, 8 waiting requests of 4 chunks each, and a running one that stores."""
     rng = random.Random(26)
-    plan = Plan(16, Lru(16), num_tiers=1)
+    plan = Plan(16, Lru(16), store_to=range(1))
     loads: dict[BlockKey, int] = {}
     waiting = {f"r{number}": [key(4 * number + i) for i in range(4)] for number in range(8)}
     stored = 0
@@ -290,7 +290,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plan = Plan(6, Lru(6), num_tiers=2)
+        self.plan = Plan(6, Lru(6), store_to=range(2))
         self.rng = random.Random(0)
         self.copies: list[list[BlockKey]] = []
         self.reads: list[tuple[str, list[BlockKey]]] = []

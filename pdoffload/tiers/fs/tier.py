@@ -103,7 +103,7 @@ class FsTier(Tier):
 
     # --- the verbs ---
 
-    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+    def lookup(self, keys: Sequence[BlockKey], request_id: str = "") -> list[Lookup]:
         self._enter()
         self._take_in()
         return self._lookup.ask(keys)
