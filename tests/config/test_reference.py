@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pdoffload.config.launch import check_text
 from pdoffload.config.reference import TABLES, markdown
+from pdoffload.p2p.roles import Roles, roles_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -23,6 +27,19 @@ def test_every_key_stands_in_the_page(table: type[msgspec.Struct]) -> None:
     page = markdown()
     for key in table.__struct_fields__:
         assert f"`{'...' if key == 'options' else key}` |" in page
+
+
+def test_the_examples_are_right() -> None:
+    """A JSON block is one configuration, or the params of one request per line."""
+    blocks = re.findall(r"```json\n(.*?)```", markdown(), re.DOTALL)
+    requests = [block for block in blocks if block.startswith('{"remote_')]
+    configurations = [block for block in blocks if block not in requests]
+    assert len(requests) > 1
+    assert len(configurations) > 1
+    for line in "".join(requests).splitlines():
+        assert isinstance(roles_of(json.loads(line)), Roles)
+    for block in configurations:
+        assert check_text(block).warnings == ()
 
 
 def test_no_cell_breaks_its_table() -> None:
