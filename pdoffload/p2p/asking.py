@@ -76,7 +76,7 @@ class _Round:
 
 
 class _LivePull:
-    __slots__ = ("deadline_s", "failed", "pull", "rounds", "settled", "verified")
+    __slots__ = ("deadline_s", "failed", "pull", "rounds", "settled", "verified", "via")
 
     def __init__(self, pull: Pull, deadline_s: float) -> None:
         self.pull = pull
@@ -86,6 +86,8 @@ class _LivePull:
         self.failed: list[tuple[BlockKey, PdOffloadError]] = []
         self.settled = True
         self.verified = 0
+        self.via: object = None
+        """The receiving agent into which all its rounds were asked."""
 
 
 class Asker:
@@ -104,7 +106,8 @@ class Asker:
         self._peer = peer
         self._deadlines = deadlines
         self._chunk_bytes = chunk_bytes
-        self._admitted = False
+        self._via: object = None
+        """The receiving agent the peer knows now; None: nothing may be sent."""
         self._whole = True
         self._asked: dict[str, dict[BlockKey, None]] = {}
         """Keys without an answer, by id."""
@@ -115,8 +118,8 @@ class Asker:
         self._pulls: dict[int, _LivePull] = {}
         self._rounds: dict[tuple[str, int], _Round] = {}
         """On the wire: FETCHING or ABORTING."""
-        self._lost: dict[int, None] = {}
-        """Jobs told as not settled."""
+        self._lost: dict[int, object] = {}
+        """Jobs told as not settled, with the agent through which their bytes may still land."""
 
     def __repr__(self) -> str:
         return (
@@ -129,15 +132,20 @@ class Asker:
         """Whether anything is asked or pulled."""
         return bool(self._asked or self._pulls)
 
-    @property
-    def rounds_under_way(self) -> int:
-        """Fetches after which bytes may arrive at any time."""
-        return len(self._rounds)
+    def under_way(self, via: object) -> int:
+        """Fetches after which bytes may arrive through this agent at any time."""
+        return sum(round_.pull.via is via for round_ in self._rounds.values())
+
+    def unsettled(self, via: object) -> bool:
+        """Whether slots are in quarantine until this agent is closed."""
+        return any(each is via for each in self._lost.values()) or any(
+            live.via is via and not live.settled for live in self._pulls.values()
+        )
 
     @property
-    def unsettled(self) -> bool:
-        """Whether slots are in quarantine until our receiving agent is replaced."""
-        return bool(self._lost) or any(not pull.settled for pull in self._pulls.values())
+    def num_lost(self) -> int:
+        """Jobs whose slots are in quarantine."""
+        return len(self._lost)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -162,7 +170,7 @@ class Asker:
         """The engine asks nothing more under this id; what is being pulled goes on."""
         self._asked.pop(kv_request_id, None)
         self._unsent.pop(kv_request_id, None)
-        if kv_request_id in self._open and self._admitted:
+        if kv_request_id in self._open and self._via is not None:
             round_seq = self._next_round.get(kv_request_id, 0)
             self.outbox.append(Fetch(kv_request_id, (), (), round_seq))
         self._open.discard(kv_request_id)
@@ -171,11 +179,15 @@ class Asker:
 
     # --- what the peer says ---
 
-    def admit(self, *, whole: bool) -> None:
-        """The handshake is through. `whole`: the peer wants each pull in one round."""
-        self._admitted = True
+    def admit(self, via: object, *, whole: bool) -> None:
+        """The peer knows our receiving agent `via`. `whole`: it wants each pull in one round."""
+        self._via = via
         self._whole = whole
         self._flush()
+
+    def wait(self) -> None:
+        """Another receiving agent is being introduced: send nothing new until `admit`."""
+        self._via = None
 
     def on_lookup_resp(self, message: LookupResp) -> None:
         """Answers. Those to questions that nobody waits for any more are ignored."""
@@ -245,7 +257,7 @@ class Asker:
 
     def lose(self, reason: str) -> None:
         """The peer is gone: everything asked is answered no, everything pulled has failed."""
-        self._admitted = False
+        self._via = None
         error = TransferError(f"{self._peer} is lost: {reason}")
         for kv_request_id, keys in list(self._asked.items()):
             self._answer(kv_request_id, dict.fromkeys(keys, False))
@@ -258,17 +270,19 @@ class Asker:
         for state in (self._asked, self._unsent, self._open, self._next_round):
             state.clear()
 
-    def settle(self) -> None:
-        """Our receiving agent is closed: no byte of a lost round can land any more."""
-        self.news += (PullSettled(job_id) for job_id in self._lost)
-        self._lost.clear()
+    def settle(self, via: object) -> None:
+        """Our receiving agent `via` is closed: nothing can land through it any more."""
+        for job_id in [job_id for job_id, agent in self._lost.items() if agent is via]:
+            del self._lost[job_id]
+            self.news.append(PullSettled(job_id))
         for live in self._pulls.values():
-            live.settled = True
+            if live.via is via:
+                live.settled = True
 
     # --- inside ---
 
     def _flush(self) -> None:
-        if not self._admitted:
+        if self._via is None:
             return
         for kv_request_id, keys in self._unsent.items():
             round_seq = self._next_round.get(kv_request_id, 0)
@@ -281,6 +295,7 @@ class Asker:
 
     def _send_rounds(self, live: _LivePull) -> None:
         keys, slots, kv_id = live.pull.keys, live.pull.slots, live.pull.kv_request_id
+        live.via = self._via
         size = len(keys) if self._whole else max(1, ROUND_BYTES // self._chunk_bytes)
         for start in range(0, len(keys), size):
             seq = self._next_round.get(kv_id, 0)
@@ -333,7 +348,7 @@ class Asker:
         pull = live.pull
         del self._pulls[pull.job_id]
         if not live.settled:
-            self._lost[pull.job_id] = None
+            self._lost[pull.job_id] = live.via
         self.news.append(
             PullEnded(
                 job_id=pull.job_id,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from pdoffload.errors import ProtocolError
+from pdoffload.errors import MisuseError, ProtocolError
 from pdoffload.layout import BlockKey
 from pdoffload.memory.lending import ABSENT, Lender
 from pdoffload.p2p.address import Address
@@ -29,7 +29,7 @@ from pdoffload.p2p.messages import (
     TransferDone,
 )
 from pdoffload.p2p.session import SERVE_STEPS, ServeEvent, ServeState
-from pdoffload.p2p.terms import LOOKUP_GRACE_S, Deadlines
+from pdoffload.p2p.terms import LOOKUP_GRACE_S, Deadlines, Target
 from pdoffload.p2p.watches import Watches
 
 
@@ -63,12 +63,15 @@ class Serve:
         "ready",
         "settled",
         "state",
+        "target",
         "wanted",
         "writes",
     )
 
-    def __init__(self, fetch: Fetch, deadline_s: float) -> None:
+    def __init__(self, fetch: Fetch, target: Target, deadline_s: float) -> None:
         self.fetch = fetch
+        self.target = target
+        """The memory the fetch meant: the peer's receiving agent of that moment."""
         self.deadline_s = deadline_s
         self.state = ServeState.GATHERING
         self.wanted: dict[BlockKey, int] = dict(zip(fetch.keys, fetch.block_indexes, strict=True))
@@ -136,7 +139,7 @@ class Server:
         self._keeping = keeping
         self._counts = counts
         self._open = True
-        self._num_blocks = 0
+        self._target: Target | None = None
         self._patient = False
         self._questions: list[_Question] = []
         self._reserved: dict[str, dict[int, _Reservation]] = {}
@@ -163,10 +166,10 @@ class Server:
         instants += [r.expires_s for rounds in self._reserved.values() for r in rounds.values()]
         return min(instants, default=None)
 
-    def greet(self, num_blocks: int, *, leaves: bool) -> None:
-        """The peer has introduced itself. `leaves`: it may fetch a request in several rounds, and says
-        when it is done with it."""
-        self._num_blocks = num_blocks
+    def greet(self, target: Target, *, leaves: bool) -> None:
+        """The peer has introduced itself: fetches from now on go into `target`. `leaves`: it may fetch a
+        request in several rounds, and says when it is done with it."""
+        self._target = target
         self._patient = leaves
 
     # --- lookups ---
@@ -220,12 +223,15 @@ class Server:
         if not message.keys:
             self._drop_request(kv_request_id)
             return
-        self._require_fair(message)
+        target = self._target
+        if target is None:
+            raise MisuseError(f"{self!r} serves a peer that has not introduced itself")
+        self._require_fair(message, target)
         if self._keeping.stage(kv_request_id) is Stage.EXPIRED:
             self._counts.refused_fetches += 1
             self.outbox.append(TransferDone(kv_request_id, False, round_seq))
             return
-        serve = Serve(message, now_s + self._deadlines.store_timeout_s)
+        serve = Serve(message, target, now_s + self._deadlines.store_timeout_s)
         self._serves[(kv_request_id, round_seq)] = serve
         self._targets.update(message.block_indexes)
         found, looked_up = self._from_reservations(message)
@@ -234,13 +240,13 @@ class Server:
         serve.ready = {**kept, **found}
         self._gather(serve, looked_up=looked_up)
 
-    def _require_fair(self, message: Fetch) -> None:
+    def _require_fair(self, message: Fetch, target: Target) -> None:
         name = f"round {message.round_seq} of {message.kv_request_id!r}"
         if (message.kv_request_id, message.round_seq) in self._serves:
             raise ProtocolError(f"a second fetch for {name}")
-        if max(message.block_indexes) >= self._num_blocks:
+        if max(message.block_indexes) >= target.num_slots:
             raise ProtocolError(
-                f"{name} names slot {max(message.block_indexes)} of {self._num_blocks}"
+                f"{name} names slot {max(message.block_indexes)} of {target.num_slots}"
             )
         if not self._targets.isdisjoint(message.block_indexes):
             raise ProtocolError(f"{name} names a slot that another fetch is filling")

@@ -4,6 +4,8 @@ A session is two conversations over one pair of sockets, and each side may have 
 
     SILENT --connect--> DIALLING --connect_ack--> ADMITTED --lookup, fetch, abort_fetch-->
                                                            <--lookup_resp, transfer_done, abort_ack--
+    ADMITTED --connect--> RENEWING --connect_ack--> ADMITTED      (another receiving agent)
+
 in the other we answer:
 
     STRANGER --connect--> GUEST <--lookup, fetch, abort_fetch--
@@ -38,6 +40,8 @@ class Asking(enum.Enum):
     SILENT = "silent"
     DIALLING = "dialling"
     ADMITTED = "admitted"
+    RENEWING = "renewing"
+    """Admitted, and introduced again with another receiving agent: nothing new is asked meanwhile."""
 
 
 class Answering(enum.Enum):
@@ -66,11 +70,17 @@ ASKING_STEPS: dict[tuple[Direction, MessageType, Asking], Asking] = {
     (RECEIVED, TransferDone, Asking.ADMITTED): Asking.ADMITTED,
     (SENT, AbortFetch, Asking.ADMITTED): Asking.ADMITTED,
     (RECEIVED, AbortAck, Asking.ADMITTED): Asking.ADMITTED,
+    (SENT, Connect, Asking.ADMITTED): Asking.RENEWING,
+    (RECEIVED, ConnectAck, Asking.RENEWING): Asking.ADMITTED,
+    (RECEIVED, LookupResp, Asking.RENEWING): Asking.RENEWING,
+    (RECEIVED, TransferDone, Asking.RENEWING): Asking.RENEWING,
+    (SENT, AbortFetch, Asking.RENEWING): Asking.RENEWING,
+    (RECEIVED, AbortAck, Asking.RENEWING): Asking.RENEWING,
 }
 
 ANSWERING_STEPS: dict[tuple[Direction, MessageType, Answering], Answering] = {
     (RECEIVED, Connect, Answering.STRANGER): Answering.GUEST,
-    (RECEIVED, Connect, Answering.GUEST): Answering.GUEST,  # restarted under the same address
+    (RECEIVED, Connect, Answering.GUEST): Answering.GUEST,  # with another receiving agent
     (SENT, ConnectAck, Answering.GUEST): Answering.GUEST,
     (RECEIVED, Lookup, Answering.GUEST): Answering.GUEST,
     (SENT, LookupResp, Answering.GUEST): Answering.GUEST,

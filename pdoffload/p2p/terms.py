@@ -30,6 +30,17 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     unbound_store_timeout_s: float = 60.0
 
 
+class Target(msgspec.Struct, frozen=True, eq=False):
+    """A peer's memory, as one `connect` gave it. Another `connect` makes another target."""
+
+    name: str
+    """Of the peer, for logs and errors."""
+    metadata: bytes
+    base_address: int
+    num_slots: int
+    chunk_bytes: int
+
+
 class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
     """One process's side of every handshake it makes.
 
