@@ -10,11 +10,20 @@ import numpy as np
 from pdoffload.clock import SYSTEM_CLOCK
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
 from pdoffload.memory.host import HostRegion
-from pdoffload.tiers.base import Job, JobResult, Lookup, Settled, Tier, TierContext, TierStats
+from pdoffload.tiers.base import (
+    Job,
+    JobResult,
+    Lookup,
+    PeerStats,
+    Settled,
+    Tier,
+    TierContext,
+    TierStats,
+)
 
 PATIENCE_S = 30.0
 _PAUSE_S = 0.0005
-_GAUGES = ("quarantined_slots", "queued_jobs", "degraded")
+_GAUGES = ("quarantined_slots", "queued_jobs", "degraded", "peers_up", "kept_slots", "transports")
 
 
 def filled_region(num_slots: int = 64, chunk_bytes: int = 8192, seed: int = 0) -> HostRegion:
@@ -55,11 +64,15 @@ class ShiftedClock:
 
 
 class TierDriver:
-    """Drives a tier as its owner does, and keeps what it has told. Checks the counters at every poll."""
+    """Drives a tier as its owner does, and keeps what it has told. Checks the counters at every poll.
 
-    def __init__(self, tier: Tier, region: HostRegion) -> None:
+    Lookups and loads are for the request `request_id`.
+    """
+
+    def __init__(self, tier: Tier, region: HostRegion, request_id: str = "") -> None:
         self.tier = tier
         self.region = region
+        self.request_id = request_id
         self.results: dict[int, JobResult] = {}
         self.settled: set[int] = set()
         self._next_id = 0
@@ -74,7 +87,7 @@ class TierDriver:
     def submit_load(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> int:
         """Queue a load; its job's number."""
         self._next_id += 1
-        self.tier.load(Job(self._next_id, tuple(keys), tuple(slots)))
+        self.tier.load(Job(self._next_id, tuple(keys), tuple(slots), self.request_id))
         return self._next_id
 
     def store(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> JobResult:
@@ -118,11 +131,11 @@ class TierDriver:
 
     def lookup(self, *keys: BlockKey) -> list[Lookup]:
         """Ask until no answer is PENDING."""
-        answers = self.tier.lookup(keys)
+        answers = self.tier.lookup(keys, self.request_id)
 
         def answered() -> bool:
             nonlocal answers
-            answers = self.tier.lookup(keys)
+            answers = self.tier.lookup(keys, self.request_id)
             return Lookup.PENDING not in answers
 
         self.until(answered, "an answer to a lookup")
@@ -141,10 +154,16 @@ class TierDriver:
 
 def check_counters(before: TierStats, after: TierStats) -> TierStats:
     """Counters are not negative and never fall (C23). Returns `after`."""
-    for name in TierStats.__struct_fields__:
+    _check_counters(before, after)
+    if after.peers is not None:
+        _check_counters(before.peers or PeerStats(), after.peers)
+    return after
+
+
+def _check_counters(before: TierStats | PeerStats, after: TierStats | PeerStats) -> None:
+    for name in after.__struct_fields__:
         value = getattr(after, name)
         if isinstance(value, int):
             assert value >= 0, f"{name} is {value}"
             if name not in _GAUGES:
                 assert value >= getattr(before, name), f"{name} fell"
-    return after

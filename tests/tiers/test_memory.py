@@ -1,19 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdoffload.errors import StorageFull
 from pdoffload.layout import BlockKey
-from pdoffload.testing.tier_contract import TierContract
+from pdoffload.testing.tier_contract import LoadingTierContract, TierContract
 from pdoffload.testing.tier_rig import TierDriver, context_of, filled_region, keys_of
-from pdoffload.tiers.base import Lookup, Tier, TierContext
+from pdoffload.tiers.base import Job, Lookup, Tier, TierContext
 from pdoffload.tiers.memory import MemoryTier
 
 
-class TestMemoryTier(TierContract):
-    def open(self, context: TierContext, folder: Path) -> Tier:
-        return MemoryTier(context)
-
+class MediumInMemory(LoadingTierContract):
     def corrupt(self, tier: Tier, key: BlockKey) -> None:
         assert isinstance(tier, MemoryTier)
         chunk = tier.chunks[key]
@@ -22,6 +20,30 @@ class TestMemoryTier(TierContract):
     def remove(self, tier: Tier, key: BlockKey) -> None:
         assert isinstance(tier, MemoryTier)
         del tier.chunks[key]
+
+
+class TestMemoryTier(MediumInMemory, TierContract):
+    def open(self, context: TierContext, folder: Path) -> Tier:
+        return MemoryTier(context)
+
+
+class FakeLoadingTier(MemoryTier):
+    """Its chunks come from elsewhere, as those of peers do."""
+
+    takes_stores = False
+
+    def store(self, job: Job) -> None:
+        Tier.store(self, job)
+
+
+class TestATierWithoutStores(MediumInMemory):
+    def open(self, context: TierContext, folder: Path) -> Tier:
+        return FakeLoadingTier(context)
+
+    def put(self, driver: TierDriver, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        assert isinstance(driver.tier, MemoryTier)
+        MemoryTier.store(driver.tier, Job(-1, tuple(keys), tuple(slots)))
+        driver.tier.poll()
 
 
 def driver_of(max_chunks: float) -> TierDriver:
