@@ -90,19 +90,27 @@ class _LivePull:
         """The receiving agent into which all its rounds were asked."""
 
 
+class AskCounts(msgspec.Struct):
+    """Counters of one process over all its peers; they never fall."""
+
+    expired_loads: int = 0
+    expired_aborts: int = 0
+
+
 class Asker:
     """The asking half of one session. One thread.
 
-    What is to be done lies in `outbox` (messages), `checks` and `news` until the owner takes it. Before
-    `admit` everything waits; the owner calls `tick` at `next_deadline_s` or earlier.
+    What is to be done, the owner takes: messages, checks and news. Before `admit` everything waits; the
+    owner calls `tick` at `next_deadline_s` or earlier.
     """
 
-    def __init__(self, peer: Address, deadlines: Deadlines, chunk_bytes: int) -> None:
-        self.outbox: list[Message] = []
-        self.checks: list[Check] = []
-        self.news: list[News] = []
-        self.expired_loads = 0
-        self.expired_aborts = 0
+    def __init__(
+        self, peer: Address, deadlines: Deadlines, chunk_bytes: int, counts: AskCounts
+    ) -> None:
+        self._outbox: list[Message] = []
+        self._checks: list[Check] = []
+        self._news: list[News] = []
+        self._counts = counts
         self._peer = peer
         self._deadlines = deadlines
         self._chunk_bytes = chunk_bytes
@@ -151,6 +159,18 @@ class Asker:
     def next_deadline_s(self) -> float | None:
         return min((pull.deadline_s for pull in self._pulls.values()), default=None)
 
+    def take_messages(self) -> list[Message]:
+        taken, self._outbox = self._outbox, []
+        return taken
+
+    def take_checks(self) -> list[Check]:
+        taken, self._checks = self._checks, []
+        return taken
+
+    def take_news(self) -> list[News]:
+        taken, self._news = self._news, []
+        return taken
+
     # --- what the engine wants ---
 
     def ask(self, kv_request_id: str, keys: Sequence[BlockKey]) -> None:
@@ -172,7 +192,7 @@ class Asker:
         self._unsent.pop(kv_request_id, None)
         if kv_request_id in self._open and self._via is not None:
             round_seq = self._next_round.get(kv_request_id, 0)
-            self.outbox.append(Fetch(kv_request_id, (), (), round_seq))
+            self._outbox.append(Fetch(kv_request_id, (), (), round_seq))
         self._open.discard(kv_request_id)
         if not any(live.pull.kv_request_id == kv_request_id for live in self._pulls.values()):
             self._next_round.pop(kv_request_id, None)
@@ -214,7 +234,7 @@ class Asker:
         elif message.success:
             del self._rounds[(message.kv_request_id, message.round_seq)]
             job_id = round_.pull.pull.job_id
-            self.checks.append(Check(job_id, round_.seq, round_.keys, round_.slots, checksums))
+            self._checks.append(Check(job_id, round_.seq, round_.keys, round_.slots, checksums))
         else:
             error = TransferError(f"{self._peer} could not send all {len(round_.keys)} chunks")
             self._fail(round_, error, settled=message.settled)
@@ -247,7 +267,7 @@ class Asker:
         for live in [live for live in self._pulls.values() if now_s >= live.deadline_s]:
             live.deadline_s = now_s + self._deadlines.abort_timeout_s
             if not live.rounds:
-                self.expired_loads += 1
+                self._counts.expired_loads += 1
                 error = DeadlineExceeded(
                     f"the handshake with {self._peer}", self._deadlines.load_timeout_s
                 )
@@ -274,7 +294,7 @@ class Asker:
         """Our receiving agent `via` is closed: nothing can land through it any more."""
         for job_id in [job_id for job_id, agent in self._lost.items() if agent is via]:
             del self._lost[job_id]
-            self.news.append(PullSettled(job_id))
+            self._news.append(PullSettled(job_id))
         for live in self._pulls.values():
             if live.via is via:
                 live.settled = True
@@ -286,7 +306,7 @@ class Asker:
             return
         for kv_request_id, keys in self._unsent.items():
             round_seq = self._next_round.get(kv_request_id, 0)
-            self.outbox.append(Lookup(kv_request_id, tuple(keys), round_seq))
+            self._outbox.append(Lookup(kv_request_id, tuple(keys), round_seq))
             self._open.add(kv_request_id)
         self._unsent.clear()
         for live in self._pulls.values():
@@ -304,7 +324,7 @@ class Asker:
             round_.step(PullEvent.SENT)
             live.rounds[seq] = round_
             self._rounds[(kv_id, seq)] = round_
-            self.outbox.append(Fetch(kv_id, round_.keys, round_.slots, seq))
+            self._outbox.append(Fetch(kv_id, round_.keys, round_.slots, seq))
         if self._whole:
             self._open.discard(kv_id)  # a fetch closes its round over there
         else:
@@ -318,10 +338,10 @@ class Asker:
         was = round_.state
         round_.step(PullEvent.DEADLINE)
         if was is PullState.FETCHING:
-            self.expired_loads += 1
-            self.outbox.append(AbortFetch(round_.pull.pull.kv_request_id, round_.seq))
+            self._counts.expired_loads += 1
+            self._outbox.append(AbortFetch(round_.pull.pull.kv_request_id, round_.seq))
             return
-        self.expired_aborts += 1
+        self._counts.expired_aborts += 1
         error = DeadlineExceeded(self._what(round_), self._deadlines.load_timeout_s)
         self._fail(round_, error, settled=False)
 
@@ -349,7 +369,7 @@ class Asker:
         del self._pulls[pull.job_id]
         if not live.settled:
             self._lost[pull.job_id] = live.via
-        self.news.append(
+        self._news.append(
             PullEnded(
                 job_id=pull.job_id,
                 failed=tuple(live.failed),
@@ -361,7 +381,7 @@ class Asker:
 
     def _answer(self, kv_request_id: str, answers: Mapping[BlockKey, bool]) -> None:
         hits = frozenset(key for key, hit in answers.items() if hit)
-        self.news.append(Answered(self._peer, kv_request_id, tuple(answers), hits))
+        self._news.append(Answered(self._peer, kv_request_id, tuple(answers), hits))
 
     def check(self) -> None:
         """Prove that rounds and pulls explain each other; for tests."""

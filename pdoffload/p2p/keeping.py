@@ -100,8 +100,6 @@ class Keeping:
         keep = self._keeps.get(kv_request_id)
         if keep is not None:
             keep.computing = False
-            if keep.bound and not keep.loans:
-                del self._keeps[kv_request_id]
 
     def bind(
         self, kv_request_id: str, keys: Sequence[BlockKey], now_s: float, *, only: bool
@@ -128,8 +126,6 @@ class Keeping:
         if keep is not None:
             self._release(keep)
             keep.bound = True
-            if not keep.computing:
-                del self._keeps[kv_request_id]
 
     def tick(self, now_s: float) -> list[str]:
         """Let go of what nobody fetched in time; the ids. Forget old ones."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import uuid
 from collections.abc import Callable
 
 from pdoffload.agent.agent import Agent
@@ -48,13 +47,14 @@ class Receiver:
 
     def __init__(
         self,
+        incarnation: str,
         open_agent: OpenAgent,
         region: HostRegion,
         changed: Callable[[Receiver], None],
         *,
         clock: Clock,
     ) -> None:
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = incarnation
         self.metadata = b""
         self.stage = Stage.OPENING
         self.error: PdOffloadError | None = None
@@ -69,7 +69,7 @@ class Receiver:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<Receiver {self.incarnation[:8]}: {self.stage.value}, {self._expected} expected>"
+        return f"<Receiver {self.incarnation}: {self.stage.value}, {self._expected} expected>"
 
     def expect(self, transfers: int) -> None:
         """How many transfers may bring bytes from now on."""

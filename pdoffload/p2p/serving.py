@@ -1,7 +1,7 @@
 """One peer's questions to us: lookups and fetches, answered from the pool without asking the scheduler.
 
-Runs on the service's thread; no socket, clock or NIXL in it. What is to be done lies in `outbox` (messages)
-and `writes` until the owner takes it.
+Runs on the service's thread; no socket, clock or NIXL in it. What is to be done, the owner takes: messages
+and writes.
 
     lookup --> what is ready is lent and reserved for the fetch; what is on its way in is waited for briefly
     fetch  --> GATHERING: chunks come from reservations, keeps and the pool, or are watched for;
@@ -61,6 +61,7 @@ class Serve:
         "deadline_s",
         "fetch",
         "ready",
+        "server",
         "settled",
         "state",
         "target",
@@ -68,7 +69,8 @@ class Serve:
         "writes",
     )
 
-    def __init__(self, fetch: Fetch, target: Target, deadline_s: float) -> None:
+    def __init__(self, server: Server, fetch: Fetch, target: Target, deadline_s: float) -> None:
+        self.server = server
         self.fetch = fetch
         self.target = target
         """The memory the fetch meant: the peer's receiving agent of that moment."""
@@ -130,8 +132,8 @@ class Server:
         keeping: Keeping,
         counts: ServeCounts,
     ) -> None:
-        self.outbox: list[Message] = []
-        self.writes: list[Write] = []
+        self._outbox: list[Message] = []
+        self._writes: list[Write] = []
         self._peer = peer
         self._deadlines = deadlines
         self._lender = lender
@@ -213,7 +215,7 @@ class Server:
             else:
                 reservation.loans[key] = slot
         self._counts.hits += sum(hits)
-        self.outbox.append(LookupResp(lookup.kv_request_id, lookup.keys, hits))
+        self._outbox.append(LookupResp(lookup.kv_request_id, lookup.keys, hits))
 
     # --- fetches ---
 
@@ -229,9 +231,9 @@ class Server:
         self._require_fair(message, target)
         if self._keeping.stage(kv_request_id) is Stage.EXPIRED:
             self._counts.refused_fetches += 1
-            self.outbox.append(TransferDone(kv_request_id, False, round_seq))
+            self._outbox.append(TransferDone(kv_request_id, False, round_seq))
             return
-        serve = Serve(message, target, now_s + self._deadlines.store_timeout_s)
+        serve = Serve(self, message, target, now_s + self._deadlines.store_timeout_s)
         self._serves[(kv_request_id, round_seq)] = serve
         self._targets.update(message.block_indexes)
         found, looked_up = self._from_reservations(message)
@@ -316,7 +318,7 @@ class Server:
         name = (message.kv_request_id, message.round_seq)
         serve = self._serves.get(name)
         if serve is None:
-            self.outbox.append(AbortAck(*name))
+            self._outbox.append(AbortAck(*name))
             return
         self._stopping.add(name)
         serve.step(ServeEvent.ABORTED)
@@ -326,7 +328,11 @@ class Server:
 
     def take_writes(self) -> list[Write]:
         """Chunks to write, one `Write` per fetch at most; their loans go with them."""
-        taken, self.writes = self.writes, []
+        taken, self._writes = self._writes, []
+        return taken
+
+    def take_messages(self) -> list[Message]:
+        taken, self._outbox = self._outbox, []
         return taken
 
     def written(
@@ -351,7 +357,7 @@ class Server:
             serve.ready = {}
             indexes = tuple(serve.wanted.pop(key) for key in keys)
             serve.writes += 1
-            self.writes.append(Write(serve, keys, slots, indexes))
+            self._writes.append(Write(serve, keys, slots, indexes))
         if serve.state is ServeState.GATHERING and not serve.wanted:
             serve.step(ServeEvent.GATHERED)
         if serve.state is ServeState.STOPPING:
@@ -369,12 +375,12 @@ class Server:
         complete = len(serve.checksums) == len(fetch.keys)
         if name in self._stopping:
             self._stopping.discard(name)
-            self.outbox.append(AbortAck(*name, settled=serve.settled))
+            self._outbox.append(AbortAck(*name, settled=serve.settled))
             return
         if not complete:
             self._counts.refused_fetches += 1
         checksums = tuple(serve.checksums[key] for key in fetch.keys) if complete else ()
-        self.outbox.append(
+        self._outbox.append(
             TransferDone(
                 fetch.kv_request_id,
                 complete,
@@ -420,7 +426,7 @@ class Server:
         for serve in list(self._serves.values()):
             serve.step(ServeEvent.ABORTED)
             self._advance(serve)
-        self.outbox.clear()
+        self._outbox.clear()
 
     def _drop_request(self, kv_request_id: str) -> None:
         for question in [q for q in self._questions if q.lookup.kv_request_id == kv_request_id]:

@@ -1,0 +1,314 @@
+"""The p2p tier: what other engines hold in their host pools, and what they are given from ours.
+
+The engine's side of `pdoffload.p2p.service`: it knows requests and their roles, asks and pulls by posting
+commands, and never waits. Nothing is stored in this tier; what peers fetch is lent by the pool itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdoffload.clock import SYSTEM_CLOCK
+from pdoffload.errors import CorruptChunk, MisuseError, TransferError
+from pdoffload.layout import BlockKey
+from pdoffload.memory.lending import Lender
+from pdoffload.p2p.link import Link
+from pdoffload.p2p.news import Answered, Ask, Keep, KeepEnds, Leave, News, Offer, Pull, PullEnded
+from pdoffload.p2p.receiving import OpenAgent
+from pdoffload.p2p.roles import Roles, Source, roles_of
+from pdoffload.p2p.service import PeerService
+from pdoffload.p2p.terms import Deadlines, PeerTerms
+from pdoffload.tiers.base import (
+    Job,
+    JobResult,
+    Lookup,
+    PeerStats,
+    Settled,
+    Tier,
+    TierContext,
+    TierRequest,
+    TierStats,
+)
+
+logger = logging.getLogger(__name__)
+
+_MISS, _HIT, _PENDING = Lookup.MISS, Lookup.HIT, Lookup.PENDING
+
+
+class _Asked:
+    """What is known of one id at one source: shared by all requests that carry it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.requests: set[str] = set()
+        self.answers: dict[BlockKey, Lookup] = {}
+        self.unsent: list[BlockKey] = []
+        self.asked_s: dict[BlockKey, float] = {}
+        self.failed = False
+        """A pull failed: the rest is computed, or the same pull would be tried for ever."""
+
+
+class _Job(msgspec.Struct, frozen=True):
+    job: Job
+    asked: _Asked
+    started_s: float
+
+
+class PeerTier(Tier):
+    """Owner thread as for every tier. `link` is bound and becomes the service's; see `open_link`.
+
+    A request's roles are read when it starts. Wrong ones are logged, counted, and the request runs without
+    peers: it computes what it could have pulled.
+    """
+
+    name = "p2p"
+    medium = None
+    takes_stores = False
+    from_peers = True
+
+    def __init__(
+        self,
+        context: TierContext,
+        link: Link,
+        open_agent: OpenAgent,
+        hash_seed: Callable[[], str],
+        *,
+        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+        num_threads: int = 4,
+        max_peers: int = 128,
+    ) -> None:
+        self._context = context
+        self._clock = context.clock
+        self._link = link
+        self._open_agent = open_agent
+        self._num_threads = num_threads
+        self._max_peers = max_peers
+        self._chunk_bytes = context.region.geometry.chunk_bytes
+        self._terms = PeerTerms(
+            geometry=context.region.geometry,
+            base_address=context.region.address,
+            run_config=context.run_config,
+            hash_seed=hash_seed,
+            deadlines=deadlines,
+            verify=context.verify,
+        )
+        self._service: PeerService | None = None
+        self._roles: dict[str, Roles] = {}
+        self._asked: dict[Source, _Asked] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._unsettled: dict[int, Job] = {}
+        self._counts = TierStats()
+        self._refused_requests = 0
+        self._lookup_deadlines = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return (
+            f"<PeerTier {self._link.address} {state}, {len(self._roles)} requests, "
+            f"{len(self._jobs)} pulls>"
+        )
+
+    def borrow_from(self, lender: Lender) -> None:
+        self._service = PeerService(
+            self._link,
+            self._terms,
+            lender,
+            self._context.region,
+            self._open_agent,
+            num_threads=self._num_threads,
+            max_peers=self._max_peers,
+            clock=SYSTEM_CLOCK,
+        )
+
+    # --- requests ---
+
+    def request_started(self, request: TierRequest) -> bool:
+        roles = roles_of(request.params)
+        if not isinstance(roles, Roles):
+            self._refused_requests += 1
+            logger.warning(
+                "request %s runs without peers: %s", request.request_id, "; ".join(roles)
+            )
+            return False
+        if roles.producer_id is None and roles.source is None:
+            return False
+        self._roles[request.request_id] = roles
+        if roles.source is not None:
+            asked = self._asked.setdefault(roles.source, _Asked(roles.source))
+            asked.requests.add(request.request_id)
+        if roles.producer_id is not None:
+            self._open().post(Keep(roles.producer_id))
+        return roles.producer_id is not None
+
+    def offered(self, keys: Sequence[BlockKey], request_id: str) -> None:
+        roles = self._roles.get(request_id)
+        if roles is not None and roles.producer_id is not None and keys:
+            self._open().post(Offer(roles.producer_id, tuple(keys)))
+
+    def request_finished(self, request_id: str) -> None:
+        roles = self._roles.pop(request_id, None)
+        if roles is None or self._closed:
+            return
+        if roles.producer_id is not None:
+            self._open().post(KeepEnds(roles.producer_id))
+        if roles.source is not None:
+            asked = self._asked[roles.source]
+            asked.requests.discard(request_id)
+            if not asked.requests:
+                del self._asked[roles.source]
+                self._open().post(Leave(roles.source.address, roles.source.kv_request_id))
+
+    # --- chunks ---
+
+    def lookup(self, keys: Sequence[BlockKey], request_id: str = "") -> list[Lookup]:
+        roles = self._roles.get(request_id)
+        if roles is None or roles.source is None:
+            return [_MISS] * len(keys)
+        asked = self._asked[roles.source]
+        if asked.failed:
+            return [_MISS] * len(keys)
+        if not roles.source.asks:
+            return [_HIT] * len(keys)
+        return [self._look_up(asked, key) for key in keys]
+
+    def _look_up(self, asked: _Asked, key: BlockKey) -> Lookup:
+        answer = asked.answers.get(key)
+        if answer is None:
+            asked.answers[key] = answer = _PENDING
+            asked.unsent.append(key)
+        elif answer is _PENDING:
+            since_s = asked.asked_s.get(key)
+            timeout_s = self._terms.deadlines.lookup_timeout_s
+            if since_s is not None and self._clock.monotonic_s() - since_s >= timeout_s:
+                asked.answers[key] = answer = _MISS
+                self._lookup_deadlines += 1
+        return answer
+
+    def load(self, job: Job) -> None:
+        if job.job_id in self._jobs or job.job_id in self._unsettled:
+            raise MisuseError(f"job {job.job_id} is live already")
+        roles = self._roles.get(job.request_id)
+        if roles is None or roles.source is None:
+            raise MisuseError(f"job {job.job_id}: request {job.request_id!r} has no source")
+        source = roles.source
+        self._jobs[job.job_id] = _Job(job, self._asked[source], self._clock.monotonic_s())
+        for slot in job.slots:
+            self._context.region.forget_checksum(slot)
+        self._open().post(
+            Pull(job.job_id, source.address, source.kv_request_id, job.keys, job.slots)
+        )
+
+    def poll(self) -> list[JobResult | Settled]:
+        if self._closed:
+            return []
+        service = self._open()
+        now_s = self._clock.monotonic_s()
+        for asked in self._asked.values():
+            if asked.unsent:
+                keys, asked.unsent = tuple(asked.unsent), []
+                asked.asked_s.update(dict.fromkeys(keys, now_s))
+                service.post(Ask(asked.source.address, asked.source.kv_request_id, keys))
+        return self._take_in(service.take_news())
+
+    def _take_in(self, news: Sequence[News]) -> list[JobResult | Settled]:
+        told: list[JobResult | Settled] = []
+        for each in news:
+            if isinstance(each, Answered):
+                self._note_answers(each)
+            elif isinstance(each, PullEnded):
+                told.append(self._ended(each))
+            else:
+                del self._unsettled[each.job_id]
+                told.append(Settled(each.job_id))
+        return told
+
+    def _note_answers(self, news: Answered) -> None:
+        asked = self._asked.get(Source(news.kv_request_id, news.peer, True))
+        if asked is None:
+            return
+        for key in news.keys:
+            if asked.answers.get(key) is _PENDING:
+                asked.answers[key] = _HIT if key in news.hits else _MISS
+
+    def _ended(self, news: PullEnded) -> JobResult:
+        live = self._jobs.pop(news.job_id)
+        bad = {key for key, _ in news.failed}
+        if bad:
+            live.asked.failed = True
+            first = news.failed[0][1]
+            logger.warning(
+                "pull of %d chunks from %s: %d failed: %s",
+                len(live.job.keys),
+                live.asked.source.address,
+                len(bad),
+                first,
+            )
+        else:
+            # What was fetched is here; the peer does not hold it for us any more.
+            for key in live.job.keys:
+                live.asked.answers.pop(key, None)
+        if not news.settled:
+            self._unsettled[news.job_id] = live.job
+        loaded = len(live.job.keys) - len(bad)
+        self._count(
+            loaded_chunks=loaded,
+            verified_chunks=news.verified,
+            bytes_read=news.moved_bytes,
+            failed_loads=bool(bad),
+            corrupt_chunks=sum(isinstance(error, CorruptChunk) for _, error in news.failed),
+        )
+        return JobResult(
+            job_id=news.job_id,
+            succeeded=tuple(key for key in live.job.keys if key not in bad),
+            failed=news.failed,
+            settled=news.settled,
+            moved_bytes=news.moved_bytes,
+            verified=news.verified,
+            elapsed_s=self._clock.monotonic_s() - live.started_s,
+        )
+
+    # --- the rest ---
+
+    def stats(self) -> TierStats:
+        service = self._service
+        peers = msgspec.structs.replace(
+            service.stats if service is not None else PeerStats(),
+            refused_requests=self._refused_requests,
+            lookup_deadlines=self._lookup_deadlines,
+        )
+        return msgspec.structs.replace(
+            self._counts,
+            bytes_written=peers.served_bytes,
+            deadlines_exceeded=peers.load_deadlines + peers.lookup_deadlines,
+            quarantined_slots=sum(len(job.slots) for job in self._unsettled.values()),
+            queued_jobs=len(self._jobs),
+            peers=peers,
+        )
+
+    def close(self, *, timeout_s: float) -> list[JobResult | Settled]:
+        if self._closed:
+            return []
+        self._closed = True
+        if self._service is None:
+            self._link.close()
+            return []
+        told = self._take_in(self._service.close(timeout_s))
+        error = TransferError("the tier was closed")
+        for job_id, live in list(self._jobs.items()):  # only if a thread was left behind
+            failed = tuple((key, error) for key in live.job.keys)
+            told.append(self._ended(PullEnded(job_id=job_id, failed=failed, settled=False)))
+        return told
+
+    def _open(self) -> PeerService:
+        if self._service is None or self._closed:
+            raise MisuseError("the tier is closed, or borrows from no pool yet")
+        return self._service
+
+    def _count(self, **increments: int) -> None:
+        was = self._counts
+        now = {name: getattr(was, name) + more for name, more in increments.items()}
+        self._counts = msgspec.structs.replace(was, **now)
