@@ -11,14 +11,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdoffload.clock import SYSTEM_CLOCK
-from pdoffload.errors import CorruptChunk, MisuseError, TransferError
+from pdoffload.agent.backends import UcxBackend
+from pdoffload.agent.nixl import NixlAgent, first_usable
+from pdoffload.config import P2pTierConfig
+from pdoffload.errors import ConfigError, CorruptChunk, MisuseError, TransferError
 from pdoffload.layout import BlockKey
 from pdoffload.memory.lending import Lender
+from pdoffload.p2p.address import Address, is_loopback
 from pdoffload.p2p.link import Link
 from pdoffload.p2p.news import Answered, Ask, Keep, KeepEnds, Leave, News, Offer, Pull, PullEnded
 from pdoffload.p2p.receiving import OpenAgent
 from pdoffload.p2p.roles import Roles, Source, roles_of
+from pdoffload.p2p.secret import read_cluster_secret
 from pdoffload.p2p.service import PeerService
 from pdoffload.p2p.terms import Deadlines, PeerTerms
 from pdoffload.tiers.base import (
@@ -36,6 +40,47 @@ from pdoffload.tiers.base import (
 logger = logging.getLogger(__name__)
 
 _MISS, _HIT, _PENDING = Lookup.MISS, Lookup.HIT, Lookup.PENDING
+
+
+def open_peer_tier(
+    table: P2pTierConfig,
+    address: Address,
+    context: TierContext,
+    hash_seed: Callable[[], str],
+) -> PeerTier:
+    """The tier of `table`, bound to `address`: `pdoffload.config.peers.resolve_p2p_address` says which.
+
+    `hash_seed` is asked at the first handshake. Raises `ConfigError` with every problem: the secret's
+    file, a host that is no loopback and unguarded, a port that is taken, a backend that cannot be used.
+    """
+    secret = None
+    if table.cluster_secret_file is not None:
+        secret = read_cluster_secret(table.cluster_secret_file)
+    elif not table.allow_unauthenticated and not is_loopback("host", address.host):
+        raise ConfigError(
+            [
+                f"host: {address.host} can be reached from other hosts, and there is no "
+                "cluster_secret_file; set it, or bind localhost, or set allow_unauthenticated to true "
+                "where the network itself is guarded"
+            ]
+        )
+    backends = [UcxBackend(reach="network") for _ in table.backends]
+    first_usable(backends)
+    return PeerTier(
+        context,
+        Link.bind(address, secret),
+        lambda purpose: NixlAgent(f"peers-{purpose}", backends),
+        hash_seed,
+        deadlines=Deadlines(
+            lookup_timeout_s=table.lookup_timeout_s,
+            load_timeout_s=table.load_timeout_s,
+            store_timeout_s=table.store_timeout_s,
+            abort_timeout_s=table.abort_timeout_s,
+            unbound_store_timeout_s=table.unbound_store_timeout_s,
+        ),
+        num_threads=table.num_threads,
+        max_peers=table.max_peers,
+    )
 
 
 class _Asked:
@@ -58,7 +103,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 class PeerTier(Tier):
-    """Owner thread as for every tier. `link` is bound and becomes the service's; see `open_link`.
+    """Owner thread as for every tier; `open_peer_tier` makes one. Takes ownership of `link`, which is bound.
 
     A request's roles are read when it starts. Wrong ones are logged, counted, and the request runs without
     peers: it computes what it could have pulled.
@@ -121,7 +166,7 @@ class PeerTier(Tier):
             self._open_agent,
             num_threads=self._num_threads,
             max_peers=self._max_peers,
-            clock=SYSTEM_CLOCK,
+            clock=self._clock,
         )
 
     # --- requests ---

@@ -114,7 +114,7 @@ def run_config(spec: OffloadingSpec, model_identity: str | None) -> RunConfig:
     if model_identity is not None:
         fields["model_identity"] = model_identity
     guards: dict[str, Any] = {
-        "hash_seed": kv_cache_utils.get_none_hash_seed(),
+        "hash_seed": hash_seed(),
         "kv_cache_layout": spec.config.kv_cache_layout,
     }
     engine = _engine_config.get()
@@ -122,6 +122,12 @@ def run_config(spec: OffloadingSpec, model_identity: str | None) -> RunConfig:
         guards["hash_algorithm"] = str(engine.cache_config.prefix_caching_hash_algo)
         guards["model_config_digest"] = _digest_of_model(engine)
     return RunConfig(fields=fields, guards=guards)
+
+
+def hash_seed() -> str:
+    """What the first block's hash of every prompt starts from; right once the engine has set it up."""
+    seed: str = kv_cache_utils.get_none_hash_seed()
+    return seed
 
 
 def _digest_of_model(engine: VllmConfig) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,17 +25,20 @@ from pdoffload import config as settings
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.nixl import NixlAgent
-from pdoffload.config import CustomTierConfig, FsTierConfig
+from pdoffload.config import FsTierConfig, P2pTierConfig, TierConfig
+from pdoffload.config.peers import resolve_p2p_address
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
 from pdoffload.memory.device import pin_host_memory, view_caches
 from pdoffload.memory.host import HostRegion, region_bytes
 from pdoffload.memory.rendezvous import size_problems
+from pdoffload.p2p.address import Address
 from pdoffload.policy import make_policy
 from pdoffload.tiering.manager import Tiering
 from pdoffload.tiers.base import Tier, TierContext
 from pdoffload.tiers.fs.paths import root_problems
 from pdoffload.tiers.fs.tier import FsTier
+from pdoffload.tiers.peer import open_peer_tier
 from pdoffload.vllm import compat, metrics
 from pdoffload.vllm.manager import NixlOffloadingManager
 from pdoffload.vllm.worker import NixlOffloadingWorker
@@ -209,7 +213,7 @@ class NixlTieringOffloadingSpec(NixlCPUOffloadingSpec):
             raise
         return tiers
 
-    def _open_tier(self, table: FsTierConfig | CustomTierConfig, context: TierContext) -> Tier:
+    def _open_tier(self, table: TierConfig, context: TierContext) -> Tier:
         if isinstance(table, FsTierConfig):
             if table.enable_kv_events and not self.kv_events_config.enable_kv_cache_events:
                 logger.warning(
@@ -218,6 +222,10 @@ class NixlTieringOffloadingSpec(NixlCPUOffloadingSpec):
                     table.root_dir,
                 )
             return FsTier(table, context)
+        if isinstance(table, P2pTierConfig):
+            index = self.config.parallel.data_parallel_index
+            host, port = resolve_p2p_address(table, os.environ, index)
+            return open_peer_tier(table, Address(host, port), context, compat.hash_seed)
         try:
             tier_class = getattr(importlib.import_module(table.module_path), table.type)
         except (ImportError, AttributeError) as error:
