@@ -1,12 +1,15 @@
 """Counters and gauges of the host pool and the tiers, through vLLM's own /metrics.
 
-Names carry vLLM's prefix because its front end collects only those. Labels are the tier's name and
-nothing else: the number of series does not grow with requests, keys or time.
+Names carry vLLM's prefix because its front end collects only those. Labels are the tier's name, and the
+name of a transport where peers are reached: the number of series does not grow with requests, keys, peers
+or time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -18,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 
 from pdoffload.tiering.manager import Tiering
 from pdoffload.tiering.plan import PlanCounts
-from pdoffload.tiers.base import TierStats
+from pdoffload.tiers.base import PeerStats, TierStats
 
 _PREFIX = "vllm:pdoffload_"
 
@@ -65,6 +68,34 @@ _TIER_GAUGES = {
     "degraded": "1 while the tier refuses stores; the log says why.",
 }
 
+_PEER_COUNTERS = {
+    "handshakes_done": "Handshakes with peers that ended well.",
+    "handshakes_refused": "Handshakes refused by either side: another model, layout, length or seed.",
+    "logins_refused": "Connections that did not prove the cluster's secret.",
+    "bad_messages": "Messages of peers that did not parse or came out of turn.",
+    "peers_lost": "Peers whose line went down.",
+    "served_lookups": "Chunks that peers asked about, here or not.",
+    "served_chunks": "Chunks written to peers.",
+    "served_bytes": "Bytes written to peers.",
+    "expired_keeps": "Chunks kept for a consumer that did not come in time.",
+    "refused_fetches": "Fetches of peers that were refused without moving a byte.",
+    "refused_requests": "Requests whose peer roles were wrong; they ran without peers.",
+    "lookup_deadlines": "Lookups that no peer answered in time.",
+    "load_deadlines": "Loads from peers that were given up at their deadline.",
+    "store_deadlines": "Writes to peers that were given up at their deadline.",
+    "abort_deadlines": "Aborted loads that the peer did not confirm in time.",
+}
+
+_PEER_GAUGES = {
+    "peers_up": "Peers that can be asked or served now.",
+    "kept_slots": "Slots of the host pool kept for peers or being sent to them.",
+}
+
+_TRANSPORT = "peer_transport"
+_MOST_TRANSPORTS = 16
+"""Names come from the network library and the machine's devices; any beyond these are told together."""
+_OTHER_TRANSPORTS = "other"
+
 
 def definitions(*, with_tiers: bool) -> dict[str, OffloadingMetricMetadata]:
     """Every metric this adapter emits, as vLLM wants them declared."""
@@ -79,6 +110,14 @@ def definitions(*, with_tiers: bool) -> dict[str, OffloadingMetricMetadata]:
             found[f"{_PREFIX}tier_{name}"] = OffloadingCounterMetadata(text, label)
         for name, text in _TIER_GAUGES.items():
             found[f"{_PREFIX}tier_{name}"] = OffloadingGaugeMetadata(text, label)
+        for name, text in _PEER_COUNTERS.items():
+            found[f"{_PREFIX}peer_{name}"] = OffloadingCounterMetadata(text, label)
+        for name, text in _PEER_GAUGES.items():
+            found[f"{_PREFIX}peer_{name}"] = OffloadingGaugeMetadata(text, label)
+        found[_PREFIX + _TRANSPORT] = OffloadingGaugeMetadata(
+            "Peers reached by this transport, as the network library reports it.",
+            ("tier", "transport"),
+        )
     return found
 
 
@@ -88,8 +127,10 @@ class StatsReader:
     def __init__(self, tiering: Tiering) -> None:
         self._tiering = tiering
         self._counts = PlanCounts()
-        self._gauges: dict[tuple[str, str], float] = {}
+        self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tier_stats: dict[str, TierStats] = {}
+        # By tier: every transport that was ever told, because a gauge that is told stays.
+        self._transports: dict[str, set[str]] = {}
 
     def read(self) -> OffloadingConnectorStats | None:
         """What changed, or None when nothing did."""
@@ -117,8 +158,10 @@ class StatsReader:
 
     def _read_tier(self, stats: OffloadingConnectorStats, name: str, now: TierStats) -> None:
         before = self._tier_stats.get(name, TierStats())
-        for counter, grown in _grown(before, now):
+        for counter, grown in _grown(_TIER_COUNTERS, before, now):
             stats.increase_counter(f"{_PREFIX}tier_{counter}", grown, (name,))
+        if now.peers is not None:
+            self._read_peers(stats, name, before.peers or PeerStats(), now.peers)
         self._tier_stats[name] = now
         for gauge in _TIER_GAUGES:
             self._gauge(
@@ -128,17 +171,37 @@ class StatsReader:
                 name,
             )
 
-    def _gauge(
-        self, stats: OffloadingConnectorStats, name: str, value: float, tier: str = ""
+    def _read_peers(
+        self, stats: OffloadingConnectorStats, name: str, before: PeerStats, now: PeerStats
     ) -> None:
-        if self._gauges.get((name, tier)) == value:
+        for counter, grown in _grown(_PEER_COUNTERS, before, now):
+            stats.increase_counter(f"{_PREFIX}peer_{counter}", grown, (name,))
+        for gauge in _PEER_GAUGES:
+            self._gauge(stats, f"peer_{gauge}", getattr(now, gauge), name)
+        told = self._transports.setdefault(name, set())
+        peers: Counter[str] = Counter()
+        for transport, count in now.transports:
+            if transport not in told and len(told) >= _MOST_TRANSPORTS:
+                transport = _OTHER_TRANSPORTS
+            told.add(transport)
+            peers[transport] += count
+        for transport in sorted(told):
+            self._gauge(stats, _TRANSPORT, peers[transport], name, transport)
+
+    def _gauge(
+        self, stats: OffloadingConnectorStats, name: str, value: float, *labels: str
+    ) -> None:
+        if self._gauges.get((name, labels)) == value:
             return
-        self._gauges[(name, tier)] = value
-        stats.set_gauge(_PREFIX + name, value, (tier,) if tier else ())
+        self._gauges[(name, labels)] = value
+        stats.set_gauge(_PREFIX + name, value, labels)
 
 
-def _grown(before: TierStats, now: TierStats) -> Iterator[tuple[str, int]]:
-    for name in _TIER_COUNTERS:
+_Stats = TypeVar("_Stats", TierStats, PeerStats)
+
+
+def _grown(names: Iterable[str], before: _Stats, now: _Stats) -> Iterator[tuple[str, int]]:
+    for name in names:
         grown = getattr(now, name) - getattr(before, name)
         if grown > 0:
             yield name, grown

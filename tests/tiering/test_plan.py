@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdoffload.errors import MisuseError, StorageError
 from pdoffload.layout import BlockKey, make_key
-from pdoffload.memory.lending import Presence
+from pdoffload.memory.lending import Arrival, Loan, Presence
 from pdoffload.policy.lru import Lru
 from pdoffload.tiering.plan import LoadFrom, Moved, Plan, StoreTo
 from pdoffload.tiers.base import Job, JobResult, Settled
@@ -285,8 +286,63 @@ def test_a_lookup_of_a_chunk_that_arrives_for_another_waits_with_it(plan):
     assert plan.num_held == 0
 
 
+def test_a_tier_that_takes_no_stores_is_given_none():
+    plan = Plan(8, Lru(8), store_to=[1])
+    assert [command.tier for command in store(plan, 1)] == [1]
+    assert store(Plan(8, Lru(8)), 1) == []
+
+
+def test_a_promotion_is_for_the_request_that_asked_first(plan):
+    assert promote(plan, "r", 1).job.request_id == "r"
+    assert store(plan, 2)[0].job.request_id == ""
+
+
+def test_a_tier_that_failed_a_chunk_is_not_asked_for_it_again_by_whoever_waited(plan):
+    command = promote(plan, "r", 1)
+    plan.request_started("s")
+    plan.request_started("t")
+    plan.lookup(key(1), "s")
+    plan.job_ended(failed(command.job))
+    assert [plan.has_failed(0, key(1), request) for request in "rst"] == [True, True, False]
+    assert not plan.has_failed(1, key(1), "r")
+    assert not plan.has_failed(0, key(2), "r")
+    plan.reset()
+    assert plan.has_failed(0, key(1), "r"), "a reset of the pool does not make the tier better"
+    plan.request_finished("r")
+    assert not plan.has_failed(0, key(1), "r")
+
+
+def test_promotions_and_loans_share_what_may_be_held(plan):
+    for command in store(plan, *range(8)):
+        plan.job_ended(done(command.job))
+    (held,) = plan.index.lend([key(0)]).slots
+    lent = plan.index.lend([key(number) for number in range(1, 5)]).slots
+    assert plan.promote(0, key(100), "r")
+    assert plan.index.num_to_spare == 0
+    assert not plan.promote(0, key(101), "r")
+    assert plan.counts.promotions_refused == 1
+    plan.index.give_back([held])
+    assert plan.promote(0, key(101), "r")
+    assert len(plan.reserve_store([key(200)])[0]) == 1, "stores find the rest"
+    plan.index.give_back(lent)
+
+
+def test_c22_a_slot_that_a_peer_reads_is_not_reused_after_a_reset(plan):
+    (saving,) = store(plan, 1)
+    (slot,) = plan.index.lend([key(1)]).slots
+    plan.reset()
+    plan.check()
+    plan.job_ended(done(saving.job))
+    assert plan.index.pool.num_quarantined == 1, "the peer still reads"
+    reserved = plan.reserve_store([key(number) for number in range(10, 17)])
+    assert slot not in reserved[1].slots
+    plan.index.give_back([slot])
+    assert plan.index.pool.num_quarantined == 0
+
+
 class AnyOrder(RuleBasedStateMachine):
-    """Everything at once, in any order; after every step the books balance."""
+    """Everything at once, in any order; after every step the books balance, and no slot on loan has been
+    given to new bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,6 +352,27 @@ class AnyOrder(RuleBasedStateMachine):
         self.reads: list[tuple[str, list[BlockKey]]] = []
         self.jobs: list[Job] = []
         self.unsettled: list[Job] = []
+        # How often each slot was given to new bytes, and what that number was when it was lent.
+        self.uses: Counter[int] = Counter()
+        self.loans: list[tuple[int, int]] = []
+        self.watched: set[BlockKey] = set()
+        self.plan.index.listen(self.arrived)
+
+    def arrived(self, arrivals):
+        for arrival in arrivals:
+            assert isinstance(arrival, Arrival)
+            self.watched.remove(arrival.key)
+            if arrival.slot is not None:
+                assert self.plan.index.slot_of(arrival.key) == arrival.slot
+                self.loans.append((arrival.slot, self.uses[arrival.slot]))
+
+    def borrowed(self, wanted: list[BlockKey], loan: Loan):
+        find = self.plan.index.find
+        for each, slot in zip(wanted, loan.slots, strict=True):
+            assert (slot is not None) == (find(each) is Presence.READY)
+            assert (each in loan.filling) == (find(each) is Presence.FILLING)
+            if slot is not None:
+                self.loans.append((slot, self.uses[slot]))
 
     numbers = st.integers(0, 9)
     requests = st.sampled_from(["a", "b", "c"])
@@ -315,7 +392,33 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(request=requests, number=numbers, tier=st.integers(0, 1))
     def look_up(self, request, number, tier):
         if self.plan.lookup(key(number), request) is Presence.ABSENT:
-            self.plan.promote(tier, key(number), request)
+            spare = self.plan.index.num_to_spare
+            if self.plan.promote(tier, key(number), request):
+                assert spare > 0
+                self.uses[self.plan.index.slot_of(key(number))] += 1
+
+    @rule(wanted=st.lists(numbers, max_size=4))
+    def lend(self, wanted):
+        wanted = [key(number) for number in wanted]
+        self.borrowed(wanted, self.plan.index.lend(wanted))
+
+    @rule(wanted=st.lists(numbers, max_size=4))
+    def watch(self, wanted):
+        wanted = [key(number) for number in wanted]
+        loan = self.plan.index.watch(wanted)
+        self.watched.update(k for k, s in zip(wanted, loan.slots, strict=True) if s is None)
+        self.borrowed(wanted, loan)
+
+    @rule(unwanted=st.lists(numbers, max_size=4))
+    def unwatch(self, unwanted):
+        self.plan.index.unwatch([key(number) for number in unwanted])
+        self.watched.difference_update(key(number) for number in unwanted)
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data())
+    def give_back(self, data):
+        slot, _ = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
+        self.plan.index.give_back([slot])
 
     @rule()
     def flush(self):
@@ -326,6 +429,7 @@ class AnyOrder(RuleBasedStateMachine):
         reserved = self.plan.reserve_store([key(number) for number in offered])
         if reserved is not None and reserved[0]:
             self.copies.append(reserved[0])
+            self.uses.update(reserved[1].slots)
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data(), good=st.booleans())
@@ -378,6 +482,10 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def books_balance(self):
         self.plan.check()
+        assert all(self.uses[slot] == uses for slot, uses in self.loans), "a lent slot was reused"
+        assert self.plan.index.num_lent == len({slot for slot, _ in self.loans})
+        for each in self.watched:
+            assert self.plan.index.find(each) is not Presence.READY, "an arrival was not told"
 
     def teardown(self):
         for request in ("a", "b", "c"):
@@ -392,6 +500,7 @@ class AnyOrder(RuleBasedStateMachine):
         for job in self.unsettled:
             self.plan.job_settled(Settled(job.job_id))
         self.plan.flushed()
+        self.plan.index.give_back([slot for slot, _ in self.loans])
         self.plan.check()
         assert self.plan.num_jobs == self.plan.num_held == self.plan.num_arriving == 0
         assert self.plan.index.pool.num_pinned == self.plan.index.pool.num_quarantined == 0
