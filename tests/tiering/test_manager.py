@@ -7,11 +7,12 @@ import logging
 import numpy as np
 import pytest
 
+from pdoffload.errors import StorageError
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
 from pdoffload.memory.host import HostRegion, SlotStatus
 from pdoffload.policy.lru import Lru
 from pdoffload.tiering.manager import Answer, Tiering
-from pdoffload.tiers.base import TierContext
+from pdoffload.tiers.base import Job, JobResult, Lookup, TierContext, TierRequest
 from pdoffload.tiers.memory import MemoryTier
 
 SLOTS = 8
@@ -155,6 +156,143 @@ def test_a_reset_forgets_the_pool_and_leaves_the_tiers(tiering, tiers):
     tiering.flush()
     tiering.poll()
     assert bytes_of(tiering, 1) == content(1).tobytes()
+
+
+class FakePeerTier(MemoryTier):
+    """Notes what it is told of requests, and wants every chunk of those that say `keep`."""
+
+    name = "peers"
+    takes_stores = False
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self.told: list[object] = []
+
+    def borrow_from(self, lender):
+        self.lender = lender
+
+    def lookup(self, keys, request_id=""):
+        self.told.append(("lookup", request_id))
+        return super().lookup(keys)
+
+    def load(self, job: Job) -> None:
+        self.told.append(("load", job.request_id))
+        super().load(job)
+
+    def store(self, job: Job) -> None:
+        raise AssertionError("a store for a tier that takes none")
+
+    def request_started(self, request: TierRequest) -> bool:
+        self.told.append(request)
+        return bool(request.params and request.params.get("keep"))
+
+    def offered(self, keys, request_id):
+        self.told.append(([self.lender.find(each).value for each in keys], request_id))
+
+    def request_finished(self, request_id):
+        self.told.append(("finished", request_id))
+
+
+@pytest.fixture
+def peers(region, tiers):
+    peers = FakePeerTier(TierContext(region=region, run_config=RunConfig(fields={})))
+    tiers.append(peers)
+    return peers
+
+
+def test_a_tier_borrows_from_the_pool_it_stands_behind(peers, tiering):
+    fill(tiering, 1)
+    (slot,) = peers.lender.lend([key(1)]).slots
+    assert bytes(tiering.region.slot_view(slot)) == content(1).tobytes()
+    peers.lender.give_back([slot])
+
+
+def test_requests_reach_the_tiers_with_their_parameters(peers, tiering):
+    assert tiering.request_started(TierRequest("r")) is False
+    assert tiering.request_started(TierRequest("s", {"keep": 1})) is True
+    fill(tiering, 1)
+    assert tiering.lookup(key(5), "r") is Answer.MISS
+    peers.chunks[key(6)] = bytearray(4096)
+    peers._digests[key(6)] = b""
+    assert tiering.lookup(key(6), "s") is Answer.ARRIVING
+    tiering.flush()
+    tiering.poll()
+    tiering.request_finished("s")
+    tiering.request_finished("r")
+    assert peers.told == [
+        TierRequest("r"),
+        TierRequest("s", {"keep": 1}),
+        ("lookup", "r"),
+        ("lookup", "s"),
+        ("load", "s"),
+        ("finished", "s"),
+        ("finished", "r"),
+    ]
+
+
+def test_a_kept_requests_chunks_are_offered_once_they_have_their_slots(peers, tiering):
+    fill(tiering, 0, 1)
+    for name, params in (("r", None), ("s", {"keep": 1})):
+        tiering.request_started(TierRequest(name, params))
+    peers.told.clear()
+    wanted, _, _ = tiering.reserve_store([key(2), key(1), key(3)], "s")
+    assert peers.told == [(["filling", "ready", "filling"], "s")]
+    assert tiering.reserve_store([key(2), key(0)], "s") == ([], [], [])
+    assert peers.told[1:] == [(["filling", "ready"], "s")], "also when nothing is left to store"
+    tiering.complete_store(wanted, success=False)
+    tiering.reserve_store([key(0)], "r")
+    assert len(peers.told) == 2, "the other request did not ask for it"
+    tiering.request_finished("s")
+    tiering.reserve_store([key(0)], "s")
+    assert peers.told[2:] == [("finished", "s")]
+
+
+def test_chunks_that_found_no_room_are_not_offered(peers, tiering):
+    fill(tiering, *range(SLOTS))
+    tiering.request_started(TierRequest("s", {"keep": 1}))
+    everything = [key(number) for number in range(SLOTS)]
+    tiering.prepare_load(everything, "s")
+    assert tiering.reserve_store([key(0), key(100)], "s") is None
+    assert peers.told[-1] == (["ready"], "s")
+    assert tiering.reserve_store([key(100)], "s") is None
+    assert len(peers.told) == 2, "there is nothing to offer"
+    tiering.complete_load(everything, "s")
+
+
+class FakeLiar(MemoryTier):
+    """Says that it holds everything, and fails every load."""
+
+    def lookup(self, keys, request_id=""):
+        return [Lookup.HIT] * len(keys)
+
+    def load(self, job: Job) -> None:
+        error = StorageError("nowhere", "never was there")
+        failed = tuple((each, error) for each in job.keys)
+        self._ended.append(JobResult(job_id=job.job_id, succeeded=(), failed=failed))
+
+
+def test_a_request_never_loops_on_a_tier_that_does_not_deliver(region, tiers):
+    liar = FakeLiar(TierContext(region=region, run_config=RunConfig(fields={})))
+    tiering = Tiering(region, Lru(SLOTS), [liar, tiers[0]])
+    fill(tiering, *range(SLOTS))
+    fill(tiering, *range(100, 100 + SLOTS))
+    for request in ("r", "s"):
+        tiering.request_started(TierRequest(request))
+        answers = []
+        for _ in range(5):
+            answers.append(tiering.lookup(key(0), request))
+            tiering.flush()
+            tiering.poll()
+        if request == "r":
+            assert answers == [Answer.ARRIVING] * 2 + [Answer.HIT] * 3, "the next tier has it"
+            assert tiering.plan.source_of(key(0), "r") == 1
+            tiers[0].chunks.clear()
+            tiering.reset()
+        else:
+            assert answers == [Answer.ARRIVING] + [Answer.MISS] * 4
+    assert tiering.plan.counts.failed_promotions == 2
+    tiering.check()
+    tiering.close(timeout_s=5)
 
 
 def test_equal_tiers_are_told_apart_in_metrics(tiering):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pdoffload.config import Locality as OurLocality
-from pdoffload.layout import Geometry, RunConfig
+from pdoffload.layout import BlockKey, Geometry, RunConfig
 from pdoffload.memory.host import HostRegion, SlotStatus
 from pdoffload.policy.lru import Lru
 from pdoffload.testing.clock import FakeClock
 from pdoffload.tiering.manager import Tiering
-from pdoffload.tiers.base import Medium, TierContext
+from pdoffload.tiers.base import Job, Medium, PeerStats, TierContext, TierRequest, TierStats
 from pdoffload.tiers.memory import MemoryTier
 
 with warnings.catch_warnings():
@@ -28,6 +28,22 @@ pytestmark = pytest.mark.vllm
 SLOTS = 8
 
 
+class FakePeerTier(MemoryTier):
+    """A tier of peers whose chunks lie in memory; what it counts is set by the test."""
+
+    name = "p2p"
+    medium = None
+    takes_stores = False
+    from_peers = True
+    peers = PeerStats()
+
+    def request_started(self, request: TierRequest) -> bool:
+        return bool(request.params and "remote_decoder" in request.params)
+
+    def stats(self) -> TierStats:
+        return TierStats(peers=self.peers)
+
+
 class Bench:
     def __init__(self) -> None:
         region = HostRegion.private(Geometry(num_slots=SLOTS, worker_bytes=4096, num_copies=1))
@@ -37,8 +53,11 @@ class Bench:
         self.tier.medium = Medium.STORAGE
         self.tier.locality = OurLocality.LOCAL
         self.tier.publishes_events = True
+        self.peers = FakePeerTier(
+            TierContext(region=region, run_config=RunConfig(fields={"model_name": "m"}))
+        )
         self.clock = FakeClock()
-        self.tiering = Tiering(region, Lru(SLOTS), [self.tier], record_moves=True)
+        self.tiering = Tiering(region, Lru(SLOTS), [self.tier, self.peers], record_moves=True)
         self.manager = NixlOffloadingManager(self.tiering, flush_bound_s=10, clock=self.clock)
 
     def request(self, name: str, **fields) -> base.ReqContext:
@@ -112,6 +131,61 @@ def test_a_request_that_names_its_tiers_is_served_from_no_other(bench):
         is base.LookupResult.HIT_PENDING
     )
     bench.step()
+
+
+def test_a_request_whose_chunks_a_peer_will_pull_is_offloaded_whole(bench):
+    for params, policy in (
+        ({"remote_decoder": {"kv_request_id": "x"}}, base.OffloadPolicy.REQUEST_LEVEL),
+        ({"max_offload_tokens": 7}, base.OffloadPolicy.CHUNK_LEVEL),
+    ):
+        context = base.ReqContext(req_id="r", kv_transfer_params=params)
+        assert bench.manager.on_new_request(context).policy is policy
+        bench.manager.on_request_finished(context)
+
+
+def test_what_peers_send_is_told_as_such_and_whoever_chooses_by_medium_gets_it(bench):
+    bench.peers.store(Job(1, (BlockKey(key(0)),), (0,)))
+    bench.peers.poll()
+    only_remote = base.TierFilter((base.TierMatcher(base.Medium.STORAGE, base.Locality.REMOTE),))
+    request = bench.request("r", load_tier_filter=only_remote)
+    assert bench.manager.lookup(key(0), request) is base.LookupResult.HIT_PENDING
+    bench.step()
+    bench.step()
+    assert bench.manager.lookup(key(0), request) is base.LookupResult.HIT
+    assert bench.manager.get_load_source(key(0), request).value == "p2p"
+    assert [event.medium for event in bench.manager.take_events()] == [base.Medium.CPU]
+
+
+def test_c23_metrics_of_peers_are_declared_bounded_and_never_fall(bench):
+    declared = metrics.definitions(with_tiers=True)
+    names = {name.removeprefix("vllm:pdoffload_peer_") for name in declared}
+    counted = set(PeerStats.__struct_fields__) - {"transports"}
+    assert counted <= names
+    series: set[tuple[str, tuple[str, ...]]] = set()
+    gauges: dict[tuple[str, tuple[str, ...]], float] = {}
+    for number in range(1, 60):
+        bench.peers.peers = PeerStats(
+            peers_up=number % 3,
+            transports=((f"rc/mlx5_{number}", 2), ("tcp/eth0", 1)),
+            served_bytes=1000 * number,
+            handshakes_done=number // 2,
+        )
+        stats = bench.manager.get_stats()
+        for name, by_label in stats.data["data"].items():
+            for labels, value in by_label.items():
+                assert len(labels) == len(declared[name].labelnames)
+                assert value >= (1 if stats.data["types"][name] == "counter" else 0)
+                series.add((name, labels))
+                if stats.data["types"][name] == "gauge":
+                    gauges[name, labels] = value
+    transport = "vllm:pdoffload_peer_transport"
+    told = [labels for name, labels in series if name == transport]
+    assert len(told) == 17, "sixteen by name and the others together"
+    assert gauges[transport, ("p2p", "tcp/eth0")] == 1
+    assert gauges[transport, ("p2p", "rc/mlx5_1")] == 0, "no peer is reached by it any more"
+    assert gauges[transport, ("p2p", "other")] == 2
+    assert ("vllm:pdoffload_peer_served_bytes", ("p2p",)) in series
+    assert bench.manager.get_stats() is None
 
 
 def test_events_carry_medium_and_locality(bench):
