@@ -46,18 +46,26 @@ class Address(msgspec.Struct, frozen=True, order=True):
         return cls(host, int(match[2]))
 
 
+def literal(host: str) -> str | None:
+    """`host` as a numeric address, None if it is a name."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return None
+
+
 def resolve(host: str) -> list[str]:
     """The numeric addresses of a right `host`, IPv4 before IPv6; never empty. `OSError` if it has none.
 
     IPv4 comes first because stock vLLM binds and dials names by IPv4 alone. A name may block for as long
     as the system's resolver waits, which is seconds; a literal never does.
     """
-    try:
-        return [str(ipaddress.ip_address(host))]
-    except ValueError:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    numeric = dict.fromkeys(ipaddress.ip_address(str(entry[4][0])) for entry in found)
-    return [str(each) for each in sorted(numeric, key=lambda each: each.version)]
+    numeric = literal(host)
+    if numeric is not None:
+        return [numeric]
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    distinct = dict.fromkeys(ipaddress.ip_address(str(entry[4][0])) for entry in found)
+    return [str(each) for each in sorted(distinct, key=lambda each: each.version)]
 
 
 def endpoint(numeric: str, port: int) -> str:
