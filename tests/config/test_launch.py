@@ -29,6 +29,21 @@ STOCK = {
     },
 }
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+PEERS: dict[str, Any] = {
+    **OWN,
+    "kv_connector_extra_config": {
+        **EXTRA,
+        "spec_name": "NixlTieringOffloadingSpec",
+        "secondary_tiers": [{"type": "p2p"}],
+    },
+}
+STOCK_PEERS = {
+    **STOCK,
+    "kv_connector_extra_config": {
+        **PEERS["kv_connector_extra_config"],
+        "spec_module_path": "pdoffload.vllm",
+    },
+}
 
 
 def multi(*members: Any) -> dict[str, Any]:
@@ -50,7 +65,13 @@ def problems_of(given: Any) -> tuple[str, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("given", [EXTRA, OWN, STOCK, multi(NIXL, OWN), multi(STOCK, NIXL)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(EXTRA, OWN, STOCK, multi(NIXL, OWN), multi(STOCK, NIXL)),
+        *(PEERS, STOCK_PEERS, multi(NIXL, PEERS), multi(STOCK_PEERS, NIXL)),
+    ],
+)
 def test_the_documented_forms_are_right(given: dict[str, Any]) -> None:
     checked = check(given)
     ((_, config),) = checked.connectors
@@ -87,6 +108,20 @@ def test_the_documented_forms_are_right(given: dict[str, Any]) -> None:
 )
 def test_a_wrong_form_names_its_place(given: Any, problem: str) -> None:
     assert any(problem in line for line in problems_of(given))
+
+
+def test_a_wrong_table_of_a_tier_names_its_member() -> None:
+    extra = {
+        **PEERS["kv_connector_extra_config"],
+        "secondary_tiers": [{"type": "p2p", "port": "5710", "host": "0.0.0.0"}],
+    }
+    assert [
+        line.split(": got ")[0]
+        for line in problems_of(multi(NIXL, {**PEERS, "kv_connector_extra_config": extra}))
+    ] == [
+        "connectors[1].secondary_tiers[0].port",
+        "connectors[1].secondary_tiers[0].host",
+    ]
 
 
 def test_the_stock_connector_needs_the_path_of_our_spec() -> None:
