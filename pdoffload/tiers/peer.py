@@ -68,7 +68,7 @@ def open_peer_tier(
     first_usable(backends)
     return PeerTier(
         context,
-        Link.bind(address, secret),
+        Link.bind(address, secret=secret, clock=context.clock),
         lambda purpose: NixlAgent(f"peers-{purpose}", backends),
         hash_seed,
         deadlines=Deadlines(
