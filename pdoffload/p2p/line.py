@@ -73,14 +73,22 @@ def prepare(socket: zmq.Socket[bytes], heartbeat: Heartbeat, handshake_timeout_s
 def watch(
     context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], events: int
 ) -> zmq.Socket[bytes]:
-    """A socket to read `socket`'s monitor events from; the caller closes it."""
+    """A socket to read `socket`'s monitor events from; `unwatch` it before `socket` is closed."""
     # A name of its own for each: libzmq frees a name some time after its socket was closed.
     name = f"inproc://monitor-{next(_monitor_numbers)}"
     socket.monitor(name, events)
     reader = context.socket(zmq.PAIR)
     reader.setsockopt(zmq.LINGER, 0)
+    # libzmq's I/O thread waits where an event has no room. One thread serves all peers: it must not.
+    reader.setsockopt(zmq.RCVHWM, 0)
     reader.connect(name)
     return reader
+
+
+def unwatch(socket: zmq.Socket[bytes], reader: zmq.Socket[bytes]) -> None:
+    """Undo `watch`. An event that nobody can read any more would stop libzmq's I/O thread for good."""
+    socket.disable_monitor()
+    reader.close()
 
 
 class Line:
@@ -186,8 +194,8 @@ class Line:
         """Let go of the sockets; what is queued may still go out for `linger_s`, without the caller."""
         self.stage = Stage.ENDED
         self._waiting.clear()
-        if self.monitor is not None:
-            self.monitor.close()
         if self._dealer is not None:
+            if self.monitor is not None:
+                unwatch(self._dealer, self.monitor)
             self._dealer.close(linger=round(linger_s * 1000))
         self.monitor = self._dealer = None

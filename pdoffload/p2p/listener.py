@@ -17,7 +17,7 @@ from pdoffload.clock import Clock
 from pdoffload.errors import WireError
 from pdoffload.p2p.address import Address, endpoint
 from pdoffload.p2p.arrivals import WATCHED, Arrivals, Complaint, read_event
-from pdoffload.p2p.line import Heartbeat, prepare, watch
+from pdoffload.p2p.line import Heartbeat, prepare, unwatch, watch
 from pdoffload.p2p.messages import MAX_FRAME_BYTES
 from pdoffload.p2p.secret import ClusterSecret
 
@@ -96,8 +96,11 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening; idempotent."""
-        for socket in self.sockets:
-            socket.close(linger=0)
+        if not self._router.closed:
+            unwatch(self._router, self._monitor)
+        self._router.close(linger=0)
+        if self._zap is not None:
+            self._zap.close(linger=0)
 
     def _take_frames(self) -> Iterator[Received]:
         taken_bytes = 0
