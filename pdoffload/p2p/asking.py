@@ -275,8 +275,11 @@ class Asker:
             for round_ in self._on_the_wire(live):
                 self._expire(round_)
 
-    def lose(self, reason: str) -> None:
-        """The peer is gone: everything asked is answered no, everything pulled has failed."""
+    def lose(self, reason: str, *, settled: bool = False) -> None:
+        """The peer is gone: everything asked is answered no, everything pulled has failed.
+
+        `settled`: so is our own receiving agent, and nothing can land any more.
+        """
         self._via = None
         error = TransferError(f"{self._peer} is lost: {reason}")
         for kv_request_id, keys in list(self._asked.items()):
@@ -286,7 +289,7 @@ class Asker:
                 self._fail_unsent(live, error)
             for round_ in self._on_the_wire(live):
                 round_.step(PullEvent.PEER_LOST)
-                self._fail(round_, error, settled=False)
+                self._fail(round_, error, settled=settled)
         for state in (self._asked, self._unsent, self._open, self._next_round):
             state.clear()
 

@@ -41,7 +41,7 @@ from pdoffload.p2p.news import (
 from pdoffload.p2p.receivers import Receivers
 from pdoffload.p2p.receiving import OpenAgent, Receiver, Stage
 from pdoffload.p2p.session import Answering, Asking
-from pdoffload.p2p.sessions import Sessions
+from pdoffload.p2p.sessions import Session, Sessions
 from pdoffload.p2p.stats import PeerStats
 from pdoffload.p2p.terms import PeerTerms
 from pdoffload.p2p.writing import Checked, Outcome, Writers, WriteSettled, Written
@@ -201,8 +201,11 @@ class PeerService:
                 for each in sessions:
                     each.server.on_computed(kv_request_id)
 
+    def _session_with(self, peer: Address) -> tuple[Session | None, str]:
+        return (None, "closing") if self._closing else self._sessions.to_ask(peer)
+
     def _ask(self, command: Ask) -> None:
-        session, why = self._sessions.to_ask(command.peer)
+        session, why = self._session_with(command.peer)
         if session is None:
             logger.debug("peer %s is not asked: %s", command.peer, why)
             self._news.append(
@@ -212,7 +215,7 @@ class PeerService:
         session.asker.ask(command.kv_request_id, command.keys)
 
     def _pull(self, command: Pull, now_s: float) -> None:
-        session, why = self._sessions.to_ask(command.peer)
+        session, why = self._session_with(command.peer)
         if session is None:
             error = TransferError(f"nothing is pulled from {command.peer}: {why}")
             failed = tuple((key, error) for key in command.keys)
@@ -306,17 +309,18 @@ class PeerService:
         return tuple(sorted(Counter(self._transports.values()).items()))
 
     def _shut_down(self) -> None:
-        """The order matters: nobody is asked any more, then nothing is written, then nothing lands."""
-        self._sessions.close()
+        """The order matters: first nothing may land any more, then pulls fail as settled ones, then
+        writes end, and with them the last loans."""
+        self._sessions.take_leave()
         timeout_s = self._terms.deadlines.abort_timeout_s
-        stopped = self._writers.close(timeout_s)
-        stopped = self._receivers.close(timeout_s) and stopped
+        stopped = self._receivers.close(timeout_s)
+        self._sessions.close()
+        stopped = self._writers.close(timeout_s) and stopped
         if not stopped:
             logger.error("a thread of the peer service did not stop within %g s", timeout_s)
+        # What was not begun is told as such; a new session cannot be opened any more.
         while self._inbox:
-            item = self._inbox.popleft()
-            if not isinstance(item, Command):
-                self._take(item)
+            self._take(self._inbox.popleft())
         for asker in self._askers():
             self._news.extend(asker.take_news())
         self._link.close()

@@ -426,8 +426,14 @@ class Sessions:
                 instants.append(session.dialled_s + self._terms.deadlines.lookup_timeout_s)
         return min((each for each in instants if each is not None), default=None)
 
-    def close(self) -> None:
-        """Take leave of everybody."""
+    def take_leave(self) -> None:
+        """Tell every peer that this process goes: nobody should begin to write into it any more."""
         for session in self:
-            self.drop(session, "shutting down", tell=True, backoff=False)
+            self._wire.send(session.address, encode(Disconnect("shutting down")))
+
+    def close(self) -> None:
+        """End every session. Our receiving agents are closed already: what was pulled is settled."""
+        for session in self:
+            session.asker.lose("this process is shutting down", settled=True)
+            self.drop(session, "this process is shutting down", backoff=False)
         self.keeping.close()

@@ -92,8 +92,8 @@ class _Asked:
         self.answers: dict[BlockKey, Lookup] = {}
         self.unsent: list[BlockKey] = []
         self.asked_s: dict[BlockKey, float] = {}
-        self.failed = False
-        """A pull failed: the rest is computed, or the same pull would be tried for ever."""
+        self.failed: set[BlockKey] = set()
+        """Chunks whose pull failed: they are computed, or the same pull would be tried for ever."""
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -145,6 +145,7 @@ class PeerTier(Tier):
         self._asked: dict[Source, _Asked] = {}
         self._jobs: dict[int, _Job] = {}
         self._unsettled: dict[int, Job] = {}
+        self._told: list[JobResult | Settled] = []
         self._counts = TierStats()
         self._refused_requests = 0
         self._lookup_deadlines = 0
@@ -210,15 +211,14 @@ class PeerTier(Tier):
     # --- chunks ---
 
     def lookup(self, keys: Sequence[BlockKey], request_id: str = "") -> list[Lookup]:
+        self._require_open()
         roles = self._roles.get(request_id)
         if roles is None or roles.source is None:
             return [_MISS] * len(keys)
         asked = self._asked[roles.source]
-        if asked.failed:
-            return [_MISS] * len(keys)
-        if not roles.source.asks:
-            return [_HIT] * len(keys)
-        return [self._look_up(asked, key) for key in keys]
+        if roles.source.asks:
+            return [self._look_up(asked, key) for key in keys]
+        return [_MISS if key in asked.failed else _HIT for key in keys]
 
     def _look_up(self, asked: _Asked, key: BlockKey) -> Lookup:
         answer = asked.answers.get(key)
@@ -234,11 +234,15 @@ class PeerTier(Tier):
         return answer
 
     def load(self, job: Job) -> None:
+        self._require_open()
         if job.job_id in self._jobs or job.job_id in self._unsettled:
             raise MisuseError(f"job {job.job_id} is live already")
         roles = self._roles.get(job.request_id)
         if roles is None or roles.source is None:
             raise MisuseError(f"job {job.job_id}: request {job.request_id!r} has no source")
+        if not job.keys:
+            self._told.append(JobResult(job_id=job.job_id, succeeded=()))
+            return
         source = roles.source
         self._jobs[job.job_id] = _Job(job, self._asked[source], self._clock.monotonic_s())
         for slot in job.slots:
@@ -260,7 +264,7 @@ class PeerTier(Tier):
         return self._take_in(service.take_news())
 
     def _take_in(self, news: Sequence[News]) -> list[JobResult | Settled]:
-        told: list[JobResult | Settled] = []
+        told, self._told = self._told, []
         for each in news:
             if isinstance(each, Answered):
                 self._note_answers(each)
@@ -282,8 +286,10 @@ class PeerTier(Tier):
     def _ended(self, news: PullEnded) -> JobResult:
         live = self._jobs.pop(news.job_id)
         bad = {key for key, _ in news.failed}
+        corrupt = sum(isinstance(error, CorruptChunk) for _, error in news.failed)
         if bad:
-            live.asked.failed = True
+            live.asked.failed |= bad
+            live.asked.answers.update(dict.fromkeys(bad, _MISS))
             first = news.failed[0][1]
             logger.warning(
                 "pull of %d chunks from %s: %d failed: %s",
@@ -292,9 +298,9 @@ class PeerTier(Tier):
                 len(bad),
                 first,
             )
-        else:
-            # What was fetched is here; the peer does not hold it for us any more.
-            for key in live.job.keys:
+        # What was fetched is here; the peer does not hold it for us any more.
+        for key in live.job.keys:
+            if key not in bad:
                 live.asked.answers.pop(key, None)
         if not news.settled:
             self._unsettled[news.job_id] = live.job
@@ -304,7 +310,8 @@ class PeerTier(Tier):
             verified_chunks=news.verified,
             bytes_read=news.moved_bytes,
             failed_loads=bool(bad),
-            corrupt_chunks=sum(isinstance(error, CorruptChunk) for _, error in news.failed),
+            corrupt_chunks=corrupt,
+            vanished_chunks=len(bad) - corrupt,
         )
         return JobResult(
             job_id=news.job_id,
@@ -317,6 +324,10 @@ class PeerTier(Tier):
         )
 
     # --- the rest ---
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Nothing to do: what peers hold they evict by their own rules."""
+        self._require_open()
 
     def stats(self) -> TierStats:
         service = self._service
@@ -342,6 +353,8 @@ class PeerTier(Tier):
             self._link.close()
             return []
         told = self._take_in(self._service.close(timeout_s))
+        self._roles.clear()
+        self._asked.clear()
         error = TransferError("the tier was closed")
         for job_id, live in list(self._jobs.items()):  # only if a thread was left behind
             failed = tuple((key, error) for key in live.job.keys)
@@ -349,9 +362,14 @@ class PeerTier(Tier):
         return told
 
     def _open(self) -> PeerService:
-        if self._service is None or self._closed:
-            raise MisuseError("the tier is closed, or borrows from no pool yet")
+        self._require_open()
+        if self._service is None:
+            raise MisuseError("borrow_from comes before every other verb")
         return self._service
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise MisuseError("the tier is closed")
 
     def _count(self, **increments: int) -> None:
         was = self._counts
