@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import enum
+import itertools
 import os
 import platform
 import resource
@@ -246,22 +247,11 @@ def _without_paths(options: argparse.Namespace, argv: Sequence[str]) -> list[str
 
 
 def show(report: Report) -> None:
-    """The report as a table: median (minimum..maximum)."""
-    machine = report.machine
-    table = Table(title=f"{report.benchmark}: median (min..max)")
-    cases = list(dict.fromkeys(name for row in report.rows for name in row.case))
-    figures = list(dict.fromkeys(name for row in report.rows for name in row.figures))
-    for name in [*cases, *figures, "budget"]:
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for row in report.rows:
-        judged = _judgement(row)
-        table.add_row(
-            *(str(row.case.get(name, "")) for name in cases),
-            *(_cell(row.figures.get(name)) for name in figures),
-            f"{judged}\n{row.note}".strip(),
-        )
+    """The report as tables: median (minimum..maximum). Rows of the same columns stand in one."""
     console = Console(width=None if Console().is_terminal else 150)
-    console.print(table)
+    for _, rows in itertools.groupby(report.rows, lambda row: (list(row.case), list(row.figures))):
+        console.print(_table(report.benchmark, list(rows)))
+    machine = report.machine
     packages = ", ".join(f"{name} {number}" for name, number in machine.packages.items())
     console.print(
         f"{machine.cores} x {machine.cpu}, {machine.memory_gib:g} GiB, {machine.kernel}, "
@@ -272,10 +262,23 @@ def show(report: Report) -> None:
         console.print(f"! {remark}")
 
 
-def _cell(spread: Spread | None) -> str:
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{title}: median (min..max)")
+    cases, figures = list(rows[0].case), list(rows[0].figures)
+    for name in [*cases, *figures, "budget"]:
+        table.add_column(name.replace("_", " "), overflow="fold")
+    for row in rows:
+        judged = _judgement(row)
+        table.add_row(
+            *(str(row.case[name]) for name in cases),
+            *(_cell(row.figures[name]) for name in figures),
+            f"{judged}\n{row.note}".strip(),
+        )
+    return table
+
+
+def _cell(spread: Spread) -> str:
     """The median, and the range below it."""
-    if spread is None:
-        return ""
     return str(spread).replace(" (", "\n").rstrip(")")
 
 

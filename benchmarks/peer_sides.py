@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from peer_process import HOST, PeerOptions, Who
-from vllm.v1.kv_offload.base import OffloadingManager
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_sides import offloading_config
@@ -23,6 +24,7 @@ from pdoffload.vllm.spec import NixlTieringOffloadingSpec
 class Side(ABC):
     """One manager, its pool, and what a worker would do for it."""
 
+    spec: ClassVar[type[OffloadingSpec]]
     manager: OffloadingManager
 
     @abstractmethod
@@ -33,6 +35,7 @@ class Side(ABC):
     def arrived(self, slots: Sequence[int]) -> None:
         """The workers have copied chunks into these slots."""
 
+    @abstractmethod
     def check(self) -> None:
         """`AssertionError` where the manager's own books disagree."""
 
@@ -41,8 +44,10 @@ class Side(ABC):
 
 
 class Ours(Side):
+    spec = NixlTieringOffloadingSpec
+
     def __init__(self, config: OffloadingConfig, geometry: Geometry) -> None:
-        manager = NixlTieringOffloadingSpec(config).get_manager()
+        manager = self.spec(config).get_manager()
         assert isinstance(manager, NixlOffloadingManager)
         self.manager: NixlOffloadingManager = manager
         self._region = manager.tiering.region
@@ -59,8 +64,10 @@ class Ours(Side):
 
 
 class Stock(Side):
+    spec = TieringOffloadingSpec
+
     def __init__(self, config: OffloadingConfig, geometry: Geometry) -> None:
-        spec = TieringOffloadingSpec(config)
+        spec = self.spec(config)
         self.manager = spec.get_manager()
         region = spec._scheduler_mmap
         # No worker will map it: without a name it goes when this process does, however that ends.
@@ -75,6 +82,9 @@ class Stock(Side):
     def arrived(self, slots: Sequence[int]) -> None:
         """Nothing: vLLM's workers leave no mark that its manager reads."""
 
+    def check(self) -> None:
+        """Nothing: vLLM's manager has no such proof."""
+
 
 SIDES = {Who.OURS: Ours, Who.STOCK: Stock}
 
@@ -82,14 +92,16 @@ SIDES = {Who.OURS: Ours, Who.STOCK: Stock}
 def open_side(options: PeerOptions) -> Side:
     """The manager of `options.who`, with a host pool and a p2p tier as a user would configure them."""
     geometry = Geometry(num_slots=options.num_slots, worker_bytes=options.chunk_bytes, num_copies=1)
+    side = SIDES[options.who]
     table = {"type": "p2p", "host": HOST, "port": options.port, **options.tier}
     config = offloading_config(
         options.chunk_bytes,
         engine_id=f"peer-{os.getpid()}",
         extra_config={
+            "spec_name": side.spec.__name__,
             "cpu_bytes_to_use": geometry.pool_bytes,
             "secondary_tiers": [table] if options.with_tier else [],
             **options.extra_config,
         },
     )
-    return SIDES[options.who](config, geometry)
+    return side(config, geometry)
