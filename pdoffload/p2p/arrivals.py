@@ -48,7 +48,10 @@ def why_refused(event: int, value: int) -> str:
         return f"the handshake broke ZeroMQ's protocol (0x{value:x})"
     if value == errno.EAGAIN:
         return "the handshake was not finished in time"
-    return f"the connection ended during the handshake ({os.strerror(value)})"
+    # Also what the side sees that reads the other's greeting second.
+    return (
+        f"the other side broke off ({os.strerror(value)}); is the cluster secret the same on both?"
+    )
 
 
 class Complaint:
@@ -72,7 +75,8 @@ class Arrivals:
     """Connections of the listening socket, from its monitor's events.
 
     A success names no connection. It is given to the one that waits longest, and taken back from it if it
-    fails after all; so between handshakes of the same moment a refusal may be seen late, never twice.
+    fails after all. So of handshakes of one moment a refusal may be seen late; and a peer that leaves while
+    another still shakes hands may be taken for one.
     """
 
     def __init__(self) -> None:
