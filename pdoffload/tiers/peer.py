@@ -238,10 +238,11 @@ class PeerTier(Tier):
         if job.job_id in self._jobs or job.job_id in self._unsettled:
             raise MisuseError(f"job {job.job_id} is live already")
         roles = self._roles.get(job.request_id)
-        if roles is None or roles.source is None:
-            raise MisuseError(f"job {job.job_id}: request {job.request_id!r} has no source")
-        if not job.keys:
-            self._told.append(JobResult(job_id=job.job_id, succeeded=()))
+        if roles is None or roles.source is None or not job.keys:
+            # The request has ended since its lookup, and with it what is known of its peer.
+            error = TransferError(f"request {job.request_id!r} has no peer to load from")
+            failed = tuple((key, error) for key in job.keys)
+            self._told.append(JobResult(job_id=job.job_id, succeeded=(), failed=failed))
             return
         source = roles.source
         self._jobs[job.job_id] = _Job(job, self._asked[source], self._clock.monotonic_s())
