@@ -136,6 +136,7 @@ class ApiClient:
         max_tokens: int,
         temperature: float = 0.0,
         stream: bool = True,
+        timeout_s: float = _REQUEST_TIMEOUT_S,
         **parameters: object,
     ) -> Completion:
         """POST /v1/completions. `parameters` go into the request's body as they are.
@@ -143,7 +144,8 @@ class ApiClient:
         vLLM puts `kv_transfer_params` into an answer only where it comes in one piece: give
         `stream=False` to have them. The first token is then seen when the last one is.
 
-        Raises `ApiError`; whether the server still works on the request is unknown then.
+        Raises `ApiError`, also when nothing comes for `timeout_s`; the connection is closed then, at
+        which vLLM aborts the request, some time later.
         """
         body = {
             "model": "model",
@@ -158,7 +160,7 @@ class ApiClient:
         text, token_ids, ttft_s, prompt_tokens = "", list[int](), None, 0
         kv_transfer_params = None
         started_s = self._clock.monotonic_s()
-        for event in self._post("/v1/completions", body):
+        for event in self._post("/v1/completions", body, timeout_s):
             prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
             kv_transfer_params = event.get("kv_transfer_params") or kv_transfer_params
             for choice in event.get("choices", ()):
@@ -178,10 +180,12 @@ class ApiClient:
             kv_transfer_params=kv_transfer_params,
         )
 
-    def _post(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
+    def _post(
+        self, path: str, body: dict[str, object], timeout_s: float
+    ) -> Iterator[dict[str, Any]]:
         """The answer as JSON objects: one, or its server-sent events up to the end mark."""
         try:
-            with self._http.stream("POST", path, json=body) as response:
+            with self._http.stream("POST", path, json=body, timeout=timeout_s) as response:
                 if response.status_code != 200:
                     raise ApiError(f"POST {path}", response.read().decode(), response.status_code)
                 if not body["stream"]:

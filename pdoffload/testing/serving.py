@@ -234,7 +234,7 @@ class VllmServer:
         Raises `ServerFailed` if the process ends or `start_timeout_s` passes first; nothing of it
         is left running then.
         """
-        api = ApiClient(f"http://127.0.0.1:{self.port}", uds=self._uds, clock=self._clock)
+        api = self.connect()
         try:
             self._wait_healthy(api)
         except BaseException:
@@ -314,6 +314,10 @@ class VllmServer:
             self._clock.sleep(_POLL_S / 2)
 
     # -- use --------------------------------------------------------------------------------------
+
+    def connect(self) -> ApiClient:
+        """One more client, for one more thread; the caller closes it. Whether it is up is not asked."""
+        return ApiClient(f"http://127.0.0.1:{self.port}", uds=self._uds, clock=self._clock)
 
     @property
     def api(self) -> ApiClient:

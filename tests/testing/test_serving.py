@@ -169,6 +169,15 @@ def test_an_answer_in_one_piece_carries_what_goes_to_the_next_server(build: Buil
     assert done.kv_transfer_params == {"got": {"do_remote_decode": True}}
 
 
+def test_a_request_that_is_given_up_leaves_the_client_usable(build: Build) -> None:
+    with build() as server, contextlib.closing(server.connect()) as second:
+        server.freeze()
+        with pytest.raises(ApiError, match="timed out"):
+            second.complete("hello", max_tokens=2, timeout_s=0.1)
+        server.thaw()
+        assert second.complete("hello", max_tokens=2).text == "ab"
+
+
 def test_a_refused_request_says_what_the_server_said(build: Build) -> None:
     with build() as server:
         with pytest.raises(ApiError, match=r"prompt too long \(HTTP 400\)"):
