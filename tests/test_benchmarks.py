@@ -109,6 +109,19 @@ def test_scheduler_smoke(tmp_path: Path) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.vllm
+def test_peers_smoke(tmp_path: Path) -> None:
+    shared_memory = Path("/dev/shm")
+    before = {entry.name for entry in shared_memory.iterdir()}
+    rows = _smoke("peers", tmp_path)["rows"]
+    kinds = ["pull"] * 2 + ["lookup"] * 5 + ["idle", "4 pulls", "start"]
+    for row, kind in zip(rows, kinds, strict=True):
+        assert row["case"]["what"].startswith(kind)
+    left = {entry.name for entry in shared_memory.iterdir()} - before
+    assert not {name for name in left if "peer-" in name}
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ttft_smoke(tmp_path: Path, smollm2_dir: Path) -> None:
