@@ -35,7 +35,7 @@ HOLD_SHARE = 0.75
 """Holds, promotions and loans together take no more of the pool: stores find the rest."""
 
 # A peer asks for as many keys as it likes; the owner never waits for more than these.
-_KEYS_PER_LOCK = 256
+_KEYS_PER_LOCK = 64
 
 _T = TypeVar("_T")
 
@@ -253,18 +253,20 @@ class Index:
         lent: list[int | None] = []
         filling: set[BlockKey] = set()
         for batch in _batches(keys):
+            ready: list[BlockKey] = []
             with self._lock:
-                ready = [key for key in batch if self.find(key) is READY]
-                self._policy.touch(ready)
-                taken = {key: self._slots[key] for key in ready}
                 for key in batch:
-                    slot = taken.get(key)
-                    lent.append(None if slot is None else self._lend(slot))
-                    if slot is None:
-                        if key in self._slots:
-                            filling.add(key)
-                        if watch:
-                            self._watched.add(key)
+                    slot = self._slots.get(key)
+                    if slot is not None and self.pool.is_ready(slot):
+                        lent.append(self._lend(slot))
+                        ready.append(key)
+                        continue
+                    lent.append(None)
+                    if slot is not None:
+                        filling.add(key)
+                    if watch:
+                        self._watched.add(key)
+                self._policy.touch(ready)
         return Loan(lent, frozenset(filling))
 
     def _lend(self, slot: int) -> int:
