@@ -10,7 +10,8 @@ Keep --> open: every chunk offered is borrowed from the pool as it becomes ready
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from pdoffload.layout import BlockKey
 from pdoffload.memory.lending import Lender
@@ -32,13 +33,14 @@ class Stage(enum.Enum):
 class _Keep:
     """What is kept under one id. Waits for its chunks itself."""
 
-    def __init__(self, kv_request_id: str, expires_s: float) -> None:
-        self.kv_request_id = kv_request_id
-        self.expires_s = expires_s
+    def __init__(self) -> None:
+        self.requests = 0
+        """That compute for this id, and have not ended."""
+        self.expires_s = math.inf
+        """A request that waits for its turn has offered nothing, and holds nothing."""
+        self.bound = False
         self.loans: dict[BlockKey, int] = {}
         self.awaited: set[BlockKey] = set()
-        self.bound = False
-        self.computing = True
 
     def arrived(self, key: BlockKey, slot: int | None) -> None:
         self.awaited.discard(key)
@@ -57,6 +59,7 @@ class Keeping:
         self._remember_s = max(REMEMBER_S, deadlines.load_timeout_s)
         self._keeps: dict[str, _Keep] = {}
         self._expired: dict[str, float] = {}
+        """Ids that are refused, and until when."""
 
     def __repr__(self) -> str:
         return f"<Keeping {len(self._keeps)} ids, {len(self._expired)} expired>"
@@ -70,16 +73,19 @@ class Keeping:
         keep = self._keeps.get(kv_request_id)
         if keep is None:
             return Stage.UNKNOWN
-        return Stage.COMPUTING if keep.computing else Stage.COMPUTED
+        return Stage.COMPUTING if keep.requests else Stage.COMPUTED
 
-    def begin(self, kv_request_id: str, now_s: float) -> None:
-        """A request computes for this id. A second request under the same id adds to the keep."""
+    def begin(self, kv_request_id: str, *, fetched: bool) -> None:
+        """A request computes for this id. A second request under the same id adds to the keep.
+
+        `fetched`: a peer fetches under it already, and waits by itself for what it wants.
+        """
         self._expired.pop(kv_request_id, None)
-        keep = self._keeps.get(kv_request_id)
-        if keep is None:
-            self._keeps[kv_request_id] = _Keep(kv_request_id, now_s + self._timeout_s)
-        else:
-            keep.computing = True
+        keep = self._keeps.setdefault(kv_request_id, _Keep())
+        keep.requests += 1
+        keep.bound = fetched
+        if not keep.loans:
+            keep.expires_s = math.inf
 
     def offer(self, kv_request_id: str, keys: Sequence[BlockKey], now_s: float) -> None:
         """Keep these, unless the peer has said already what it wants, or the pool has none to spare."""
@@ -90,16 +96,19 @@ class Keeping:
         if keep.bound:
             return
         room = max(0, self._lender.num_to_spare)
-        new = [key for key in keys if key not in keep.loans and key not in keep.awaited][:room]
+        known = keep.loans.keys() | keep.awaited
+        new = [key for key in dict.fromkeys(keys) if key not in known][:room]
         ready = self._watches.wait(new, keep)
         keep.loans.update(ready)
         keep.awaited.update(key for key in new if key not in ready)
 
-    def computed(self, kv_request_id: str) -> None:
-        """The request has ended: of its chunks only those on their way into the pool can still come."""
+    def computed(self, kv_request_id: str, now_s: float) -> None:
+        """A request has ended: of its chunks only those on their way into the pool can still come."""
         keep = self._keeps.get(kv_request_id)
         if keep is not None:
-            keep.computing = False
+            keep.requests = max(0, keep.requests - 1)
+            if not keep.requests:
+                keep.expires_s = min(keep.expires_s, now_s + self._timeout_s)
 
     def bind(
         self, kv_request_id: str, keys: Sequence[BlockKey], now_s: float, *, only: bool
@@ -114,43 +123,60 @@ class Keeping:
         if keep is None:
             return {}
         taken = {key: keep.loans.pop(key) for key in keys if key in keep.loans}
+        wanted = keep.awaited.intersection(keys)
+        self._watches.drop(wanted, keep)
+        keep.awaited -= wanted
         keep.bound = True
         keep.expires_s = now_s + self._timeout_s
         if only:
-            self.release(kv_request_id)
+            self._let_go(keep)
         return taken
 
     def release(self, kv_request_id: str) -> None:
         """The peer wants nothing more of what is kept under this id."""
         keep = self._keeps.get(kv_request_id)
         if keep is not None:
-            self._release(keep)
+            self._let_go(keep)
             keep.bound = True
 
     def tick(self, now_s: float) -> list[str]:
-        """Let go of what nobody fetched in time; the ids. Forget old ones."""
+        """Let go of what nobody fetched in time; the ids under which something was kept. Forget old ones."""
         for kv_request_id in [id_ for id_, at_s in self._expired.items() if now_s >= at_s]:
             del self._expired[kv_request_id]
-        late = [keep for keep in self._keeps.values() if now_s >= keep.expires_s]
-        for keep in late:
-            self._release(keep)
-            del self._keeps[keep.kv_request_id]
+        unfetched = []
+        late = [(id_, keep) for id_, keep in self._keeps.items() if now_s >= keep.expires_s]
+        for kv_request_id, keep in late:
             if not keep.bound:
-                self.expired_keeps += 1
-                self._expired[keep.kv_request_id] = now_s + self._remember_s
-        return [keep.kv_request_id for keep in late if not keep.bound]
+                self._expired[kv_request_id] = now_s + self._remember_s
+                if keep.loans:
+                    unfetched.append(kv_request_id)
+            self._let_go(keep)
+            if keep.bound and keep.requests:
+                keep.expires_s = (
+                    math.inf
+                )  # it holds nothing, and more may be fetched as it is computed
+            else:
+                del self._keeps[kv_request_id]
+        self.expired_keeps += len(unfetched)
+        return unfetched
 
     @property
     def next_deadline_s(self) -> float | None:
-        return min((keep.expires_s for keep in self._keeps.values()), default=None)
+        first_s = min((keep.expires_s for keep in self._keeps.values()), default=math.inf)
+        return None if math.isinf(first_s) else first_s
 
     def close(self) -> None:
         """Let go of everything."""
         for keep in self._keeps.values():
-            self._release(keep)
+            self._let_go(keep)
         self._keeps.clear()
 
-    def _release(self, keep: _Keep) -> None:
+    def borrowed(self) -> Iterator[int]:
+        """Every slot on loan here, once per loan; for tests."""
+        for keep in self._keeps.values():
+            yield from keep.loans.values()
+
+    def _let_go(self, keep: _Keep) -> None:
         self._watches.drop(keep.awaited, keep)
         keep.awaited.clear()
         self._lender.give_back(keep.loans.values())

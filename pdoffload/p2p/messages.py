@@ -213,9 +213,10 @@ def _wire_error(told: str) -> WireError:
     """The decoder's words as an error that is fit for a log: a peer's own text in it is cut, and quoted."""
     match = _PATH.fullmatch(told)
     reason, field = match.groups() if match else (told, "")
-    return WireError(_fit_for_a_log(field), _fit_for_a_log(reason))
+    return WireError(fit_for_a_log(field), fit_for_a_log(reason))
 
 
-def _fit_for_a_log(text: str) -> str:
-    cut = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+def fit_for_a_log(text: str, longest: int = _LONGEST_REASON) -> str:
+    """What a peer has said, cut to `longest` and without line breaks or other control characters."""
+    cut = text if len(text) <= longest else f"{text[:longest]}..."
     return cut if cut.isprintable() else ascii(cut)

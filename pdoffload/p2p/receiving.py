@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.completion import Patience
 from pdoffload.clock import Clock
-from pdoffload.errors import NixlError, PdOffloadError
+from pdoffload.errors import PdOffloadError, TransferError
 from pdoffload.memory.host import HostRegion
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,26 @@ class Receiver:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        agent = self._open()
+        if agent is None:
+            self._become(Stage.FAILED)
+            return
+        self._become(Stage.OPEN)
+        try:
+            self._receive(agent)
+        except BaseException as failure:  # noqa: BLE001 - the agent ends in order; another takes over
+            self.error = _as_ours(failure)
+        try:
+            agent.close(timeout_s=CLOSE_TIMEOUT_S)
+        except BaseException:  # bytes may still land: nobody may hear that this agent is closed
+            logger.exception(
+                "the agent that receives from peers does not close; its slots are lost"
+            )
+            self.stage = Stage.FAILED
+            return
+        self._become(Stage.CLOSED)
+
+    def _open(self) -> Agent | None:
         try:
             agent = self._open_agent("receive")
             try:
@@ -98,18 +118,13 @@ class Receiver:
             except BaseException:
                 agent.close(timeout_s=CLOSE_TIMEOUT_S)
                 raise
-        except PdOffloadError as error:
-            self.error = error
-            self._become(Stage.FAILED)
-            return
-        self._become(Stage.OPEN)
-        try:
-            self._receive(agent)
-        finally:
-            agent.close(timeout_s=CLOSE_TIMEOUT_S)
-            self._become(Stage.CLOSED)
+        except BaseException as failure:  # noqa: BLE001 - a plugin may raise anything; we are waited for
+            self.error = _as_ours(failure)
+            return None
+        return agent
 
     def _receive(self, agent: Agent) -> None:
+        """Until it is retired. What peers still write when progress fails ends by deadlines."""
         patience = Patience(self._clock)
         expected = 0
         while not self._retired:
@@ -119,15 +134,16 @@ class Receiver:
             if self._expected != expected:
                 expected = self._expected
                 patience.reset()
-            try:
-                agent.progress()
-            except NixlError as error:
-                # Its transfers end by their deadlines, and the service replaces it then.
-                logger.error("the agent that receives from peers cannot make progress: %s", error)
-                self.error = error
-                return
+            agent.progress()
             patience.pause()
 
     def _become(self, stage: Stage) -> None:
         self.stage = stage
         self._changed(self)
+
+
+def _as_ours(failure: BaseException) -> PdOffloadError:
+    if isinstance(failure, PdOffloadError):
+        return failure
+    logger.error("the thread that receives from peers met an unknown error", exc_info=failure)
+    return TransferError(f"{type(failure).__name__}: {failure}")

@@ -70,6 +70,7 @@ ASKING_STEPS: dict[tuple[Direction, MessageType, Asking], Asking] = {
     (RECEIVED, TransferDone, Asking.ADMITTED): Asking.ADMITTED,
     (SENT, AbortFetch, Asking.ADMITTED): Asking.ADMITTED,
     (RECEIVED, AbortAck, Asking.ADMITTED): Asking.ADMITTED,
+    (RECEIVED, ConnectAck, Asking.ADMITTED): Asking.ADMITTED,  # to a connect that was given up
     (SENT, Connect, Asking.ADMITTED): Asking.RENEWING,
     (RECEIVED, ConnectAck, Asking.RENEWING): Asking.ADMITTED,
     (RECEIVED, LookupResp, Asking.RENEWING): Asking.RENEWING,
@@ -115,16 +116,6 @@ class SessionState:
         if not self._step(RECEIVED, message):
             raise ProtocolError(f"{type(message).__name__} may not come in {self!r}")
 
-    def may_send(self, kind: MessageType) -> bool:
-        """Whether a message of this kind may be sent now."""
-        if self.closed:
-            return False
-        return (SENT, kind, self.asking) in ASKING_STEPS or (
-            SENT,
-            kind,
-            self.answering,
-        ) in ANSWERING_STEPS
-
     def _step(self, direction: Direction, message: Message) -> bool:
         if self.closed:
             return False
@@ -164,19 +155,23 @@ class PullEvent(enum.Enum):
     ACKNOWLEDGED = "abort_ack"
     DEADLINE = "deadline"
     PEER_LOST = "peer lost"
+    AGENT_CLOSED = "our receiving agent closed"
 
 
 PULL_STEPS: dict[tuple[PullState, PullEvent], PullState] = {
     (PullState.WAITING, PullEvent.SENT): PullState.FETCHING,
     (PullState.WAITING, PullEvent.DEADLINE): PullState.ENDED,
     (PullState.WAITING, PullEvent.PEER_LOST): PullState.ENDED,
+    (PullState.WAITING, PullEvent.AGENT_CLOSED): PullState.ENDED,
     (PullState.FETCHING, PullEvent.DONE): PullState.ENDED,
     (PullState.FETCHING, PullEvent.DEADLINE): PullState.ABORTING,
     (PullState.FETCHING, PullEvent.PEER_LOST): PullState.LOST,
+    (PullState.FETCHING, PullEvent.AGENT_CLOSED): PullState.ENDED,
     (PullState.ABORTING, PullEvent.DONE): PullState.ENDED,
     (PullState.ABORTING, PullEvent.ACKNOWLEDGED): PullState.ENDED,
     (PullState.ABORTING, PullEvent.DEADLINE): PullState.LOST,
     (PullState.ABORTING, PullEvent.PEER_LOST): PullState.LOST,
+    (PullState.ABORTING, PullEvent.AGENT_CLOSED): PullState.ENDED,
 }
 
 

@@ -1,8 +1,40 @@
-"""What the peer service counts; the metrics and the doctor read it."""
+"""What the peer service counts; the metrics and the doctor read it.
+
+`PeerStats` is what others see. The parts below it are counted in place, each by one owner, on the service's
+thread; they never fall.
+"""
 
 from __future__ import annotations
 
 import msgspec
+
+
+class AskCounts(msgspec.Struct):
+    """What became of our own questions, over all peers."""
+
+    expired_lookups: int = 0
+    """Keys that no peer answered in `lookup_timeout_s`."""
+    expired_loads: int = 0
+    expired_aborts: int = 0
+
+
+class ServeCounts(msgspec.Struct):
+    """What peers asked of us."""
+
+    lookups: int = 0
+    hits: int = 0
+    chunks: int = 0
+    refused_fetches: int = 0
+    expired_stores: int = 0
+
+
+class SessionCounts(msgspec.Struct):
+    """Contacts with peers."""
+
+    handshakes_done: int = 0
+    handshakes_refused: int = 0
+    bad_messages: int = 0
+    peers_lost: int = 0
 
 
 class PeerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +62,7 @@ class PeerStats(msgspec.Struct, frozen=True, kw_only=True):
     served_chunks: int = 0
     served_bytes: int = 0
     expired_keeps: int = 0
-    """Chunks kept for a consumer that did not come in `unbound_store_timeout_s`."""
+    """Requests whose chunks were kept for a consumer that did not come in `unbound_store_timeout_s`."""
     refused_fetches: int = 0
     """Fetches answered with a failure without moving a byte."""
     refused_requests: int = 0

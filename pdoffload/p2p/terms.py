@@ -11,7 +11,7 @@ import msgspec
 
 from pdoffload.config import Verify
 from pdoffload.layout import Geometry, RunConfig
-from pdoffload.p2p.messages import Connect
+from pdoffload.p2p.messages import Connect, fit_for_a_log
 
 LOOKUP_GRACE_S = 5.0
 """How long a producer waits for chunks that are on their way into its pool before it calls them a miss;
@@ -89,14 +89,15 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"block_len: {self.geometry.chunk_bytes} here, {theirs.block_len} there")
         if theirs.hash_seed != self.hash_seed():
             found.append(
-                f"hash_seed: {self.hash_seed()!r} here, {theirs.hash_seed!r} there "
+                f"hash_seed: {self.hash_seed()!r} here, {fit_for_a_log(theirs.hash_seed)!r} there "
                 "(PYTHONHASHSEED must be the same on all peers, or unset)"
             )
         found += _differences(self.guards, theirs.guards)
         # The settings behind it are named above, unless one side does not send them.
         if not found and theirs.config_fingerprint not in ("", self.fingerprint):
             found.append(
-                f"config_fingerprint: {self.fingerprint} here, {theirs.config_fingerprint} there "
+                f"config_fingerprint: {self.fingerprint} here, "
+                f"{fit_for_a_log(theirs.config_fingerprint)} there "
                 "(model, dtype, block size, groups or parallelism differ)"
             )
         return found
@@ -105,7 +106,7 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
 def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Of the settings that both sides name: a newer version may name more."""
     return [
-        f"{name}: {ours[name]} here, {theirs[name]} there"
+        f"{name}: {fit_for_a_log(ours[name])} here, {fit_for_a_log(theirs[name])} there"
         for name in sorted(ours.keys() & theirs.keys())
         if ours[name] != theirs[name]
     ]

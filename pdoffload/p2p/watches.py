@@ -20,7 +20,7 @@ class Waiter(Protocol):
 
 
 class Watches:
-    """Waiters by chunk."""
+    """Waiters by chunk. A chunk that has waiters is watched in the pool, or its arrival is on its way."""
 
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
@@ -33,7 +33,8 @@ class Watches:
         return len(self._waiters)
 
     def wait(self, keys: Sequence[BlockKey], waiter: Waiter) -> dict[BlockKey, int]:
-        """Those of `keys` that are ready are lent at once, with their slots; the others are waited for."""
+        """Those of `keys`, which are distinct, that are ready are lent at once, with their slots; the
+        others are waited for."""
         loan = self._lender.watch(keys)
         ready: dict[BlockKey, int] = {}
         for key, slot in zip(keys, loan.slots, strict=True):
@@ -58,14 +59,24 @@ class Watches:
 
     def arrived(self, arrival: Arrival) -> None:
         """The pool's news of one chunk, to everybody who waits for it."""
-        waiting = self._waiters.pop(arrival.key, [])
-        slots: list[int | None] = [arrival.slot]
-        if arrival.slot is None:
-            slots = [None] * len(waiting)
-        elif not waiting:
-            self._lender.give_back([arrival.slot])
-        else:
-            # The first takes the pool's loan; while that lasts the chunk is ready for the others.
-            slots += (self._lender.lend([arrival.key]).slots[0] for _ in waiting[1:])
-        for waiter, slot in zip(waiting, slots, strict=False):
-            waiter.arrived(arrival.key, slot)
+        key, slot = arrival.key, arrival.slot
+        waiting = self._waiters.pop(key, [])
+        if slot is not None:
+            if not waiting:
+                self._lender.give_back([slot])
+                return
+            # The first takes the pool's loan. While that lasts nothing but a reset takes the chunk away.
+            waiting.pop(0).arrived(key, slot)
+        self._look_again(key, waiting)
+
+    def _look_again(self, key: BlockKey, waiting: Sequence[Waiter]) -> None:
+        """What becomes of those who are left: news may be older than the wait of some of them."""
+        for waiter in waiting:
+            loan = self._lender.watch([key])
+            slot = loan.slots[0]
+            if slot is None and loan.filling:
+                self._waiters.setdefault(key, []).append(waiter)
+                continue
+            if slot is None:
+                self._lender.unwatch([key])
+            waiter.arrived(key, slot)
