@@ -104,6 +104,14 @@ class Agent(ABC):
         """
 
     @abstractmethod
+    def transport_of(self, peer: Peer) -> str:
+        """How bytes go to `peer`, for a log line or a label: its backend, for UCX transports and devices.
+
+        "cma/memory", "tcp/eth0", "rc_mlx5/mlx5_0:1", several joined by "+"; "unknown" where it cannot be
+        told. Final once a transfer to the peer is done: before, the connection may still be made.
+        """
+
+    @abstractmethod
     def progress(self) -> None:
         """Let bytes land that peers are writing to or reading from this agent's memory.
 

@@ -162,6 +162,11 @@ class DrivenAgent(Agent):
         self._made[5] += 1
         self._peers.remove(peer)
 
+    def transport_of(self, peer: Peer) -> str:
+        self._enter("transport_of")
+        self._peers.require(peer)
+        return self._driver.transport_of(peer.name)
+
     def progress(self) -> None:
         self._enter("progress")
         self.notifications_dropped += self._driver.progress()
@@ -386,5 +391,6 @@ class DrivenAgent(Agent):
 
 def _transfer_error(what: str, cause: NixlError) -> TransferError:
     error = TransferError(f"{what}: {cause}")
-    error.__cause__ = cause
+    # Kept with the transfer, maybe for long: without frames, which hold the driver's requests.
+    error.__cause__ = cause.with_traceback(None)
     return error

@@ -61,6 +61,10 @@ class Driver(Protocol):
         """Forget a peer that no request uses. After a `NixlError` it is as before."""
         ...
 
+    def transport_of(self, name: str) -> str:
+        """How bytes go to a peer; "unknown" where it cannot be told."""
+        ...
+
     def progress(self) -> int:
         """Let peers' bytes land; how many notifications were dropped. Raises `NixlError`."""
         ...

@@ -36,6 +36,7 @@ from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.metadata import agent_name_in
 from pdoffload.agent.transfer import TransferState
+from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
@@ -55,7 +56,7 @@ class NixlAgent(DrivenAgent):
     """A NIXL agent with exactly the given backends, all of them usable or `BackendUnusable`.
 
     NIXL's progress thread is off: it would spin a core for ever. The name is made unique among all
-    hosts: peers tell agents apart by it. Belongs to the thread that creates it.
+    hosts (see `unique_name`). Belongs to the thread that creates it.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class NixlAgent(DrivenAgent):
         clock: Clock = SYSTEM_CLOCK,
         check_overlaps: bool = True,
     ) -> None:
-        unique = f"{name}-{os.getpid()}-{uuid.uuid4().hex}"
+        unique = unique_name(name)
         driver = NixlDriver(unique, backends)
         super().__init__(unique, driver, clock=clock, check_overlaps=check_overlaps)
         self.backends = driver.params
@@ -98,6 +99,7 @@ class NixlDriver:
         self._short_is_done = before_1_5
         posix = next((each for each in backends if isinstance(each, PosixBackend)), None)
         self._max_ios = posix.max_ios if posix else None
+        self._endpoints = UcxEndpoints(name) if "UCX" in self.params else None
         self._ios = 0
         self._requests: set[_Request] = set()
 
@@ -127,10 +129,23 @@ class NixlDriver:
         return agent_name_in(metadata)
 
     def add_peer(self, metadata: bytes) -> None:
+        if self._endpoints:
+            self._endpoints.expect()
         _call("add_remote_agent", self._agent.add_remote_agent, metadata)
+        if self._endpoints:
+            self._endpoints.note(agent_name_in(metadata))
 
     def remove_peer(self, name: str) -> None:
+        if self._endpoints:
+            self._endpoints.forget(name)
         _call("remove_remote_agent", self._agent.remove_remote_agent, name)
+
+    def transport_of(self, name: str) -> str:
+        if len(self._memory_backends) != 1:
+            return UNKNOWN
+        if self._endpoints:
+            return self._endpoints.transport_of(name)
+        return self._memory_backends[0]
 
     def progress(self) -> int:
         told = _call("get_new_notifs", self._agent.get_new_notifs)
@@ -237,6 +252,12 @@ class _Request:
         self.files = files
 
 
+def unique_name(name: str) -> str:
+    """`name`, cut if need be, and 12 random digits: peers on all hosts tell agents apart by it."""
+    random = uuid.uuid4().hex[:12]
+    return f"{name[: LONGEST_NAME - len(random) - 1]}-{random}"
+
+
 def probe(backend: Backend) -> str | None:
     """Why `backend` cannot be used on this machine, or None if it can: an agent with it is created.
 
@@ -267,7 +288,11 @@ def _call(name: str, call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
     except Exception as error:  # the seam: plugins raise NIXL's classes and any C++ exception
-        raise NixlError(name, str(error) or type(error).__name__) from error
+        # Whoever keeps the error keeps the frames of its traceback: they must not hold NIXL's agent,
+        # which ends, with its connections, when nothing refers to it any more.
+        cause = error.with_traceback(None)
+        del call, args
+    raise NixlError(name, str(cause) or type(cause).__name__) from cause
 
 
 @functools.cache

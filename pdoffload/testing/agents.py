@@ -194,6 +194,9 @@ class FakeDriver:
             raise MisuseError(f"{name} is removed under a request: NIXL would lose its end")
         del self._peers[name]
 
+    def transport_of(self, name: str) -> str:
+        return "fake"
+
     def progress(self) -> int:
         self._play("progress")
         found, self.notifications = self.notifications, 0
@@ -278,7 +281,7 @@ class FakeAgent(DrivenAgent):
         check_overlaps: bool = True,
     ) -> None:
         self.driver = driver or FakeDriver(clock=clock)
-        unique = f"{name}-{os.getpid()}-{uuid.uuid4().hex}"
+        unique = f"{name}-{uuid.uuid4().hex[:12]}"
         self.driver.join(unique)
         super().__init__(unique, self.driver, clock=clock, check_overlaps=check_overlaps)
 
