@@ -57,9 +57,8 @@ class Listener:
         self._zap: zmq.Socket[bytes] | None = None
         self._router = router = context.socket(zmq.ROUTER)
         prepare(router, heartbeat, handshake_timeout_s)
-        router.setsockopt(
-            zmq.ROUTER_HANDOVER, 1
-        )  # a peer that was restarted has its identity again
+        # A peer that was restarted has its identity again, perhaps before its old connection is known dead.
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_BYTES)
         router.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         if secret is not None:

@@ -46,6 +46,24 @@ def test_a_peer_that_comes_back_under_its_address_is_reached_again(
     assert ends.frames(a) == [b"0", b"1", b"2", b"3"]
 
 
+def test_what_was_queued_for_a_peer_that_is_gone_does_not_reach_its_successor(ends: Ends) -> None:
+    """A line is one connection: libzmq would dial again by itself and send what is left."""
+    a, b, c = ends.open(), ends.open(), ends.open()
+    a.connect(b.address)
+    a.send(b.address, b"up")
+    ends.until(lambda: ends.frames(b))
+    address = b.address
+    b.close()
+    # The successor is there before the owner of the line looks at it again.
+    again = ends.open(address=address)
+    a.send(address, b"for its predecessor")
+    assert next(again.poll(0.5), None) is None
+    c.connect(address)
+    c.send(address, b"a first word")
+    ends.until(lambda: ends.frames(again) and ends.downs(a))
+    assert ends.frames(again) == [b"a first word"]
+
+
 def test_a_line_to_nobody_goes_down_and_sending_never_waits(ends: Ends) -> None:
     a = ends.open()
     with socket.create_server(("127.0.0.1", 0)) as held:

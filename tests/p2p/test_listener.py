@@ -19,7 +19,7 @@ from pdoffload.p2p.link import Link
 from pdoffload.p2p.messages import MAX_FRAME_BYTES
 from pdoffload.p2p.secret import ClusterSecret
 from pdoffload.testing.clock import FakeClock
-from pdoffload.testing.link_rig import PATIENCE_S, Ends
+from pdoffload.testing.link_rig import ANY_PORT, PATIENCE_S, Ends
 
 SECRET = ClusterSecret(b"a secret of this test")
 OTHER = ClusterSecret(b"a secret of another cluster")
@@ -228,6 +228,15 @@ def test_strangers_cost_no_memory_and_no_descriptors(ends: Ends) -> None:
     assert resident_bytes() - resident < 8 * 2**20
     friend.send(inside.address, b"still here")
     ends.until(lambda: ends.frames(inside))
+
+
+def test_strangers_that_nobody_looks_at_do_not_keep_a_link_from_closing() -> None:
+    """Their events pile up while the owner is busy; libzmq's I/O thread must not wait for room."""
+    inside = Link.bind(ANY_PORT, secret=SECRET)
+    for _ in range(1500):
+        with raw(inside, bytes(100)):
+            pass
+    inside.close()
 
 
 def test_a_claimed_length_is_not_memory(ends: Ends) -> None:

@@ -102,6 +102,55 @@ def test_a_farewell_to_a_name_goes_out_when_it_is_known(
     assert "0 lines" in repr(a)
 
 
+def test_a_farewell_that_is_overdue_is_not_sent(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then a new session with the same peer may be under way, which it would end."""
+    answer = threading.Event()
+
+    def slow(host: str) -> list[str]:
+        assert answer.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(names, "resolve", slow)
+    clock = FakeClock()
+    a, b, c = ends.open(clock=clock), ends.open(), ends.open()
+    named = Address("node-c", c.address.port)
+    a.connect(named)
+    a.send(named, b"disconnect")
+    a.close_line(named)
+    clock.advance(DIAL_TIMEOUT_S)
+    answer.set()
+    assert list(a.poll(None)) == []  # woken by the answer
+    b.connect(c.address)
+    b.send(c.address, b"the only word")
+    ends.until(lambda: ends.frames(c))
+    ends.turn()
+    assert ends.frames(c) == [b"the only word"]
+
+
+def test_one_name_is_asked_for_once_however_many_wait_for_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+    asked: list[str] = []
+
+    def slow(host: str) -> list[str]:
+        asked.append(host)
+        assert answer.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(names, "resolve", slow)
+    a, peers = ends.open(), [ends.open() for _ in range(4)]
+    for peer in peers:
+        named = Address("node-c", peer.address.port)
+        a.connect(named)
+        a.send(named, b"hello")
+    answer.set()
+    ends.until(lambda: all(ends.frames(peer) for peer in peers))
+    assert asked == ["node-c"]
+
+
 def test_localhost_is_bound_and_dialled_alike(ends: Ends) -> None:
     a, b = ends.open(address=Address("localhost", 0)), ends.open(address=Address("localhost", 0))
     assert b.address.host == "localhost"
