@@ -7,6 +7,7 @@ What libzmq does not bound is how many frames a message has: it takes a peer tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator
 
 import msgspec
@@ -29,6 +30,8 @@ _CURVE_BYTES = 64
 """More than encryption adds to a frame (33 bytes: name, nonce, authenticator, flags)."""
 _FRAMES_PER_TURN = 256
 _EVENTS_PER_TURN = 1024
+# To take an identity apart costs more than to decode most messages; peers are few (max_peers: 4096).
+_sender_of = functools.lru_cache(maxsize=4096)(Address.from_identity)
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -114,7 +117,7 @@ class Listener:
                 self.drops.about(f"a peer's message of {len(frames)} frames was dropped")
                 continue
             try:
-                sender = Address.from_identity(identity)
+                sender = _sender_of(identity)
             except WireError as error:
                 self.drops.about(f"a peer's message was dropped: {error}")
                 continue
