@@ -64,15 +64,21 @@ class Agent(ABC):
         """What another agent needs to reach the memory that is registered here now; see `add_peer`.
 
         Whoever holds it can read and write that memory, and over transports without memory access in
-        hardware any other memory of this process. Raises `NixlError` if no backend reaches peers.
+        hardware any memory of this process. Raises `NixlError` if no backend reaches peers.
         """
 
     @abstractmethod
     def add_peer(self, metadata: bytes) -> Peer:
-        """Make the memory of another agent reachable; it connects when the first transfer needs it.
+        """Make the memory of another agent reachable.
 
-        Waits for nobody. Raises `NixlError` for bytes that are no agent's metadata and where NIXL refuses
-        them, and `MisuseError` for this agent's own and for a name that is a peer already.
+        Waits for nobody: the connection begins here and needs progress on both sides to be made. The
+        first peer of an agent costs tens of milliseconds, the others a few. Add a peer once and keep it
+        while its agent lives: UCX keeps the connection of a removed one until one of both agents closes.
+
+        Raises `NixlError` for bytes that are no agent's whole metadata and where NIXL refuses them (the
+        same name may then be unusable in this agent), and `MisuseError` for this agent's own and for a
+        name that is a peer already. What is wrong deep inside an address can end the process: take
+        metadata only from those who may write into this process's memory.
         """
 
     @abstractmethod
@@ -93,11 +99,10 @@ class Agent(ABC):
         `what` names the work in errors ("load of 16 chunks"). Copies between two DRAM regions may be
         made by this call itself, in the calling thread, without the interpreter lock.
 
-        With a `peer` the remote rows are addresses in the peer's process. Rows outside of the memory its
-        metadata named are a FAILED transfer. A transfer that fails on the way is UNKNOWN, and settles
-        when this agent is closed: NIXL tells the first error while other rows may still move. What such
-        a write has left in the peer's memory, and what may still land there, the peer alone can end, by
-        closing its own agent.
+        With a `peer` the remote rows are addresses in the peer's process; rows outside of the memory its
+        metadata named are a FAILED transfer. One that NIXL fails on the way, or posts to a peer that is
+        gone, is UNKNOWN and settles when this agent is closed: NIXL tells the first error while other
+        rows may still move. `close` ends it for our memory, not for the peer's (see there).
 
         Returns a transfer in any state; a refusal by NIXL is a FAILED transfer, not an exception. One
         that is not RUNNING any more is told by this return alone, `poll` does not repeat it.
@@ -145,4 +150,9 @@ class Agent(ABC):
         transfers are settled afterwards. File I/O does not: a transfer whose I/O was not seen to end is
         returned, UNKNOWN and unsettled for ever, with its agent left standing; the memory and the files
         of it must not be freed or used again in this process. The list is empty in ordinary life.
+
+        A peer that is stopped or gone does not hold this up beyond `timeout_s`. Peers' access to the
+        memory registered here ends too, with one exception: where they write by cma (`transport_of`,
+        same host), the kernel copies into this process without asking this agent. A write by cma that
+        its process had begun goes on after this, until that process says so or has ended.
         """

@@ -28,7 +28,7 @@ class Peer:
         self._remove = remove
 
     def remove(self) -> None:
-        """Forget the metadata and close the connection; then the same name may be added again.
+        """Forget the metadata; then the same name may be added again, by a process that restarted say.
 
         Raises `MisuseError` while a transfer that is not settled uses the peer and for a second removal
         (`Agent.close` removes as well), and `NixlError` if NIXL refuses: then the peer is there as before.
