@@ -46,6 +46,7 @@ from pdoffload.p2p.pulling import Check
 from pdoffload.p2p.receivers import Receivers, Receiving
 from pdoffload.p2p.receiving import Stage
 from pdoffload.p2p.serving import Write
+from pdoffload.p2p.session import Answering, Asking
 from pdoffload.p2p.sessions import Session, Sessions, Wire
 from pdoffload.p2p.terms import PeerTerms, Target
 from pdoffload.p2p.writing import Outcome
@@ -121,10 +122,10 @@ class Exchange:
         session = self.sessions.get(address)
         if isinstance(message, Connect):
             self.handshakes.on_connect(address, message)
-        elif session is not None:
+        elif session is not None and not _is_late(session, message):
             session.heard_s = self._clock.monotonic_s()
             self._dispatch(session, message)
-        elif isinstance(message, Lookup | Fetch | AbortFetch):
+        elif session is None and isinstance(message, Lookup | Fetch | AbortFetch):
             # Somebody waits for an answer. The others are of a session that is over: two sides that both
             # answered those would never come to an end.
             self.handshakes.dismiss(address, "no session: introduce yourself first")
@@ -278,3 +279,13 @@ class Exchange:
         """End every session; what is under way still comes back. `settled`: as in `Sessions.close`."""
         self.sessions.close(settled=settled)
         self._take_from_askers()
+
+
+def _is_late(session: Session, message: Message) -> bool:
+    """Whether a message is of the session before this one, which ended on this side alone: a line can break
+    one way. The peer hears of the new session by our `connect`, and then knows that the old one is over."""
+    if session.state.asking not in (Asking.SILENT, Asking.DIALLING):
+        return False
+    if isinstance(message, Lookup | Fetch | AbortFetch):
+        return session.state.answering is Answering.STRANGER
+    return isinstance(message, LookupResp | TransferDone | AbortAck)

@@ -8,6 +8,7 @@ import pytest
 
 from pdoffload.p2p.secret import ClusterSecret
 from pdoffload.testing.link_rig import Ends
+from pdoffload.testing.nursery import Nursery
 
 
 @pytest.fixture
@@ -21,3 +22,10 @@ def ends() -> Iterator[Ends]:
 def secret(request: pytest.FixtureRequest) -> ClusterSecret | None:
     value: ClusterSecret | None = request.param
     return value
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery(["nixl._api", "pdoffload.testing.engine_child"])
+    yield made
+    made.close()

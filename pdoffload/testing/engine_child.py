@@ -1,0 +1,219 @@
+"""What runs in an `EngineProcess`: one engine, stepped between commands as long as anything is awaited."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pdoffload.agent.agent import Agent, Op
+from pdoffload.agent.backends import UcxBackend
+from pdoffload.agent.descriptors import Descriptors
+from pdoffload.agent.driven import DrivenAgent
+from pdoffload.agent.nixl import NixlAgent, NixlDriver
+from pdoffload.agent.peer import Peer
+from pdoffload.agent.transfer import Transfer, TransferState
+from pdoffload.clock import Clock
+from pdoffload.p2p.address import Address
+from pdoffload.p2p.link import Down, Link, Received
+from pdoffload.p2p.messages import (
+    AbortFetch,
+    Connect,
+    ConnectAck,
+    Fetch,
+    Lookup,
+    LookupResp,
+    Message,
+    TransferDone,
+    decode,
+)
+from pdoffload.testing.engine_process import (
+    Advance,
+    Arrive,
+    Begin,
+    Close,
+    Command,
+    Finish,
+    Flip,
+    Forget,
+    Halt,
+    Look,
+    Reserve,
+    Stage,
+    Tell,
+    Want,
+)
+from pdoffload.testing.peer_engine import EngineOptions, PeerEngine
+
+_STEP_S = 0.001
+_COMING: dict[type[Message], Stage] = {
+    Connect: Stage.CONNECT_COMES,
+    ConnectAck: Stage.ACK_COMES,
+    Lookup: Stage.LOOKUP_COMES,
+    LookupResp: Stage.ANSWER_COMES,
+    Fetch: Stage.FETCH_COMES,
+    TransferDone: Stage.DONE_COMES,
+    AbortFetch: Stage.ABORT_COMES,
+}
+
+
+class _Halts:
+    """Stops the process once it reaches the stage it was told. Any thread."""
+
+    def __init__(self) -> None:
+        self.stage: Stage | None = None
+        self.received: Counter[str] = Counter()
+
+    def reached(self, stage: Stage | None) -> None:
+        if stage is not None and stage is self.stage:
+            self.stage = None
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class _HaltingLink(Link):
+    """A link that stops the process at messages. `halts` is set once it is bound."""
+
+    halts: _Halts
+
+    def poll(self, timeout_s: float | None) -> Iterator[Received | Down]:
+        for event in super().poll(timeout_s):
+            if isinstance(event, Received):
+                kind = type(decode(event.frame))
+                self.halts.received[kind.__name__] += 1
+                self.halts.reached(_COMING.get(kind))
+            yield event
+
+    def send(self, address: Address, frame: bytes) -> bool:
+        if isinstance(decode(frame), TransferDone):
+            self.halts.reached(Stage.WRITE_ENDED)
+        return super().send(address, frame)
+
+
+class _HaltingAgent(NixlAgent):
+    """An agent that stops the process at writes."""
+
+    def __init__(self, purpose: str, clock: Clock, halts: _Halts, name: str) -> None:
+        backends = [UcxBackend(reach="network")]
+        if name:
+            name = f"{name}-{purpose}"
+            DrivenAgent.__init__(self, name, NixlDriver(name, backends), clock=clock)
+        else:
+            super().__init__(purpose, backends, clock=clock)
+        self._halts = halts
+
+    def submit(
+        self,
+        op: Op,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        timeout_s: float,
+        what: str,
+        peer: Peer | None = None,
+    ) -> Transfer:
+        self._halts.reached(Stage.WRITE_BEGINS)
+        transfer = super().submit(op, local, remote, timeout_s=timeout_s, what=what, peer=peer)
+        if transfer.state is TransferState.RUNNING:
+            self._halts.reached(Stage.WRITE_RUNS)
+        return transfer
+
+
+class _Log(logging.Handler):
+    """Keeps what is logged until it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    def take(self) -> Sequence[str]:
+        lines, self._lines = self._lines, []
+        return lines
+
+
+class _Child:
+    def __init__(self, engine: PeerEngine, halts: _Halts, log: _Log) -> None:
+        self._engine = engine
+        self._halts = halts
+        self._log = log
+
+    def run(self, connection: socket.socket) -> None:
+        """Obey until the other end is closed."""
+        commands = msgspec.json.Decoder(Command)
+        buffer = b""
+        while True:
+            if select.select([connection], [], [], _STEP_S if self._engine.busy else None)[0]:
+                received = connection.recv(1 << 20)
+                if not received:
+                    break
+                *lines, buffer = (buffer + received).split(b"\n")
+                for line in lines:
+                    answer = self._obey(commands.decode(line))
+                    connection.sendall(msgspec.json.encode(answer) + b"\n")
+            if self._engine.busy:
+                self._engine.step()
+        self._engine.close()
+
+    def _obey(self, command: Command) -> Any:
+        engine = self._engine
+        match command:
+            case Begin(request_id, params):
+                return engine.begin(request_id, params)
+            case Reserve(chunks, request_id):
+                return engine.reserve(chunks, request_id)
+            case Arrive(chunks, success):
+                return engine.arrive(chunks, success=success)
+            case Want(request_id, params, chunks):
+                return engine.want(request_id, params, chunks)
+            case Tell(request_id):
+                return engine.pulled(request_id)
+            case Finish(request_id):
+                return engine.finish(request_id)
+            case Forget():
+                return engine.forget()
+            case Flip(chunks):
+                return engine.flip(chunks)
+            case Halt(stage):
+                self._halts.stage = stage
+            case Advance(duration_s):
+                return engine.advance(duration_s)
+            case Look():
+                return msgspec.structs.replace(
+                    engine.look(), log=self._log.take(), received=dict(self._halts.received)
+                )
+            case Close(timeout_s):
+                engine.close(timeout_s)
+                return [thread.name for thread in threading.enumerate()]
+        return None
+
+
+def main(connection: socket.socket, encoded: bytes) -> None:
+    options = msgspec.msgpack.decode(encoded, type=EngineOptions)
+    os.environ.update(options.environment)
+    log, halts = _Log(), _Halts()
+    logger = logging.getLogger("pdoffload")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(log)
+
+    def open_agent(purpose: str, clock: Clock) -> Agent:
+        return _HaltingAgent(purpose, clock, halts, options.agent_name)
+
+    class BoundLink(_HaltingLink):
+        pass
+
+    BoundLink.halts = halts
+    engine = PeerEngine(options, open_agent=open_agent, link_class=BoundLink)
+    connection.sendall(msgspec.json.encode(engine.address.port) + b"\n")
+    _Child(engine, halts, log).run(connection)
+    if options.ends_at_once:
+        os._exit(0)
