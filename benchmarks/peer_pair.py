@@ -73,6 +73,8 @@ class Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Both first: vLLM's tier does not end any more once a peer has gone while it was stopped.
+        self._producer.resume()
         self._consumer.close()
         self._producer.close()
 

@@ -45,6 +45,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much of everything."""
 
     rounds: int
+    warm_up: int = 2
     pull_bytes: int = 64 * MIB
     step_s: float = STEP_S
     idle_watch_s: float = 3.0
@@ -81,7 +82,7 @@ def measure_pull(run: Run, sizes: Sizes, environment: dict[str, str]) -> None:
         contenders: dict[str, Callable[[], Cost]] = {
             name: lambda name=name: pull(name) for name in SIDES
         }
-        costs = alternate({**contenders, "bare": bare.write}, sizes.rounds, warm_up=2)
+        costs = alternate({**contenders, "bare": bare.write}, sizes.rounds, warm_up=sizes.warm_up)
         _remark_warnings(run, pairs)
     size_gb = num_chunks * CHUNK_BYTES / GB
     wall_s = {name: [cost.wall_s for cost in each] for name, each in costs.items()}
@@ -130,7 +131,7 @@ def measure_lookups(run: Run, sizes: Sizes) -> None:
                     for name, pair in pairs.items()
                 },
                 sizes.rounds,
-                warm_up=2,
+                warm_up=sizes.warm_up,
             )
             run.add(_lookup_row(mode, limit, costs))
         # The last mode was idle.
@@ -270,6 +271,7 @@ def main() -> None:
     if options.smoke:
         sizes = Sizes(
             rounds=options.rounds or 2,
+            warm_up=0,
             pull_bytes=8 * MIB,
             step_s=0.02,
             idle_watch_s=0.2,
