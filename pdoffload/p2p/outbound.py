@@ -42,6 +42,7 @@ class Written(msgspec.Struct, frozen=True):
     settled: bool
     checksums: dict[BlockKey, bytes]
     transport: str = ""
+    """How its bytes went; told with the first good write to a target."""
 
 
 class WriteSettled(msgspec.Struct, frozen=True):
@@ -71,6 +72,7 @@ class Outbound:
         self._agent: Agent | None = None
         self._worn = False
         self._peers: dict[Target, Peer] = {}
+        self._transport_told: set[Target] = set()
         self._gone: set[Target] = set()
         """Forgotten while writes to them were under way."""
         self._under_way: dict[Transfer, Write] = {}
@@ -192,7 +194,16 @@ class Outbound:
         except BaseException as failure:  # noqa: BLE001 - without checksums nobody takes the bytes
             self._fail(write, _as_ours(transfer.what, failure))
         else:
-            self._report(Written(write, None, True, checksums))
+            transport = self._new_transport(write.serve.target)
+            self._report(Written(write, None, True, checksums, transport))
+
+    def _new_transport(self, target: Target) -> str:
+        """How bytes go to `target`, the first time that this is known."""
+        peer = self._peers.get(target)
+        if self._agent is None or peer is None or target in self._transport_told:
+            return ""
+        self._transport_told.add(target)
+        return self._agent.transport_of(peer)
 
     def _fail(self, write: Write, error: PdOffloadError) -> None:
         """No byte of it moves any more."""
@@ -247,12 +258,13 @@ class Outbound:
                 self._worn = True
             else:
                 del self._peers[target]
+                self._transport_told.discard(target)
 
     def _replace(self) -> None:
         """Close the agent: no byte moves by it any more. The next write opens another."""
         agent, self._agent = self._agent, None
-        self._peers.clear()
-        self._gone.clear()
+        for state in (self._peers, self._gone, self._transport_told):
+            state.clear()
         is_closed = True
         try:
             if agent is not None:
