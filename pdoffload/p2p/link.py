@@ -89,26 +89,25 @@ class Link:
         address: Address,
         *,
         secret: ClusterSecret | None = None,
-        where: str = "p2p",
         heartbeat: Heartbeat = VLLM_HEARTBEAT,
         dial_timeout_s: float = DIAL_TIMEOUT_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> Link:
         """Listen at `address`; at any free port if its port is 0.
 
-        `ConfigError` if that cannot be: it names the key in table `where`, and nothing is left open. A port
+        `ConfigError` if that cannot be: it names the tier's key, and nothing is left open. A port
         that is taken is known at once; a name takes as long as its resolver.
         """
         try:
             numeric = resolve(address.host)[0]
         except OSError as error:
-            raise ConfigError([unresolvable(f"{where}.host", address.host, error)]) from error
+            raise ConfigError([unresolvable("host", address.host, error)]) from error
         link = cls(secret, heartbeat, dial_timeout_s, clock)
         try:
             port = link._listener.bind(numeric, address.port)
             link._address = Address(address.host, port)
         except zmq.ZMQError as error:
-            raise ConfigError([_unbindable(where, address, error)]) from error
+            raise ConfigError([_unbindable(address, error)]) from error
         finally:
             if not link._address.port:
                 link.close()
@@ -273,14 +272,14 @@ class Link:
             self._poller.unregister(line.monitor)
 
 
-def _unbindable(where: str, address: Address, error: zmq.ZMQError) -> str:
+def _unbindable(address: Address, error: zmq.ZMQError) -> str:
     """Why nothing can listen at `address`, as `ConfigError` takes it."""
     if error.errno == errno.EADDRINUSE:
         return (
-            f"{where}.port: {address} is taken by another process; give another one, or 0 for any"
+            f"port: {address} is taken by another process; give another one, or 0 for any"
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{where}.host: {address} cannot be bound: this host has no such address; give one it has"
+        return f"host: {address} cannot be bound: this host has no such address; give one it has"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{where}.port: {address} may not be bound by this user; give a port from 1024 on"
-    return f"{where}.host: {address} cannot be bound ({error.strerror})"
+        return f"port: {address} may not be bound by this user; give a port from 1024 on"
+    return f"host: {address} cannot be bound ({error.strerror})"
