@@ -28,6 +28,8 @@ from pdoffload.testing.peer_engine import (
     Seen,
     source,
 )
+from pdoffload.testing.tier_rig import check_counters
+from pdoffload.tiers.base import TierStats
 
 ANSWER_TIMEOUT_S = 30.0
 PATIENCE_S = 20.0
@@ -132,6 +134,7 @@ class EngineProcess:
         told = self._answer(int | str)
         assert isinstance(told, int), told
         self.address = Address(HOST, told)
+        self._counted = TierStats()
 
     def __repr__(self) -> str:
         return f"<EngineProcess {self.pid} at {self.address}>"
@@ -192,8 +195,14 @@ class EngineProcess:
     def forget(self) -> None:
         self.ask(Forget())
 
+    def flip(self, chunks: Chunks) -> None:
+        """Flip a bit in each of these chunks, after its checksum was taken."""
+        self.ask(Flip(chunks))
+
     def look(self) -> Seen:
+        """Also proves that no counter has fallen."""
         seen: Seen = self.ask(Look(), Seen)
+        self._counted = check_counters(self._counted, seen.stats)
         return seen
 
     def close(self, timeout_s: float = 10.0) -> list[str]:
@@ -215,15 +224,14 @@ class EngineProcess:
 
     def at_rest(self) -> Seen:
         """Wait until nothing is lent, in quarantine or under way."""
+        seen: list[Seen] = []
 
         def rests() -> bool:
-            nonlocal seen
-            seen = self.look()
-            return not (seen.num_lent or seen.num_quarantined or seen.num_jobs)
+            seen[:] = [self.look()]
+            return not (seen[0].num_lent or seen[0].num_quarantined or seen[0].num_jobs)
 
-        seen = self.look()
         self.until(rests, "an engine at rest")
-        return seen
+        return seen[0]
 
     def advance(self, duration_s: float) -> None:
         """Let time pass for this engine."""

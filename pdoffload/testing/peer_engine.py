@@ -167,7 +167,7 @@ class PeerEngine:
     def busy(self) -> bool:
         """Whether something is awaited: then `step` is due about once a millisecond."""
         waiting = any(not wanted.ended for wanted in self._wanted.values())
-        return waiting or self.tiering.plan.num_jobs > 0
+        return not self._closed and (waiting or self.tiering.plan.num_jobs > 0)
 
     def source(self, kv_request_id: str) -> dict[str, Any]:
         """What the table of a role says about this engine."""
