@@ -75,6 +75,15 @@ class Asker:
         return self._pulls.num_lost
 
     @property
+    def waits_for_writer(self) -> bool:
+        """Whether slots are in quarantine only because the peer, a neighbour, may still write by itself."""
+        return self._pulls.waits_for_writer
+
+    @property
+    def peer(self) -> Address:
+        return self._peer
+
+    @property
     def next_deadline_s(self) -> float | None:
         instants = (self._questions.next_deadline_s, self._pulls.next_deadline_s)
         return min((each for each in instants if each is not None), default=None)
@@ -119,6 +128,14 @@ class Asker:
         self._via = via
         self._numbers.whole = whole
         self._flush()
+
+    def know_writer(self, process: str) -> None:
+        """Which process the peer is: one of this host may write behind our agent's back."""
+        self._pulls.know_writer(process)
+
+    def on_rest(self, process: str) -> None:
+        """The session is over, and `process` says that nothing is under way which it had begun in it."""
+        self._pulls.on_rest(process)
 
     def wait(self) -> None:
         """Another receiving agent is to be introduced: send nothing new until `admit`."""

@@ -7,6 +7,7 @@ One turn of the owner: every event since the last one, by `take`, `received` or 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Protocol
 
 from pdoffload.clock import Clock
@@ -88,6 +89,8 @@ class Exchange:
         self._movers = movers
         self._clock = clock
         self._closing = False
+        self._writing: Counter[str] = Counter()
+        """Writes that have not settled, by the address of their peer."""
         self._news: list[News] = []
 
     def __repr__(self) -> str:
@@ -167,7 +170,7 @@ class Exchange:
             case Written():
                 self._on_written(item)
             case WriteSettled(write):
-                self._lender.give_back(write.slots)
+                self._settled(write)
             case Checked(check, owner, bad, verified):
                 assert isinstance(owner, Asker)
                 owner.checked(check.job_id, check.round_seq, bad, verified)
@@ -215,13 +218,20 @@ class Exchange:
 
     def _on_written(self, written: Written) -> None:
         if written.settled:
-            self._lender.give_back(written.write.slots)
+            self._settled(written.write)
         written.write.serve.server.written(
             written.write,
             written.checksums,
             failed=written.error is not None,
             settled=written.settled,
         )
+
+    def _settled(self, write: Write) -> None:
+        self._lender.give_back(write.slots)
+        name = write.serve.target.name
+        self._writing[name] -= 1
+        if not self._writing[name]:
+            del self._writing[name]
 
     def receiver_changed(self, receiver: Receiving) -> None:
         """A receiving agent of ours is open, could not be opened, or is closed."""
@@ -252,8 +262,12 @@ class Exchange:
             )
         if replaced or self._receivers.num_retiring:
             self.handshakes.introduce_all()
+        if not self._closing:
+            self.handshakes.call_back()
+        self.handshakes.acknowledge_all(self._writing)
         for session in self.sessions:
             for write in session.server.take_writes():
+                self._writing[write.serve.target.name] += 1
                 self._movers.write(write, self._terms.deadlines.store_timeout_s)
         self._take_from_askers()
 

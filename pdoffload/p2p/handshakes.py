@@ -9,7 +9,7 @@ theirs:  connect --same terms--> connect_ack: a guest
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pdoffload.clock import Clock
 from pdoffload.config import Verify
@@ -22,6 +22,7 @@ from pdoffload.p2p.messages import (
     encode,
     fit_for_a_log,
 )
+from pdoffload.p2p.neighbours import is_neighbour, own_mark
 from pdoffload.p2p.receivers import Receivers, Receiving, same_process
 from pdoffload.p2p.receiving import Stage
 from pdoffload.p2p.session import Answering, Asking
@@ -123,6 +124,10 @@ class Handshakes:
             return  # to the connect before the last
         is_awaited = session.state.asking in (Asking.DIALLING, Asking.RENEWING)
         session.state.received(message)
+        for asker in self._sessions.leaving:
+            if asker.peer == session.address:
+                asker.on_rest(message.process)
+        session.asker.know_writer(message.process)
         if not is_awaited:
             return
         session.ours = bool(message.incarnation)
@@ -173,7 +178,33 @@ class Handshakes:
         self._keep_targets(session, target)
         self._sessions.counts.handshakes_done += 1
         self._refused.pop(address, None)
-        self._sessions.send(session, ConnectAck(str(self._wire.address), message.incarnation))
+        ack = ConnectAck(str(self._wire.address), message.incarnation, own_mark())
+        session.ack = ack
+        if not is_neighbour(message.process):
+            self._acknowledge(session)
+
+    def acknowledge_all(self, writes_under_way: Collection[str]) -> None:
+        """Admit neighbours into whom nothing is being written by an earlier session; by their addresses."""
+        for session in self._sessions:
+            if session.ack is not None and str(session.address) not in writes_under_way:
+                self._acknowledge(session)
+
+    def _acknowledge(self, session: Session) -> None:
+        ack, session.ack = session.ack, None
+        if ack is not None:
+            self._sessions.send(session, ack)
+
+    def call_back(self) -> None:
+        """Where slots are in quarantine because a neighbour may still write: begin a new session with it,
+        by the usual back-off. It admits us when what it had begun in the last one is over."""
+        for session in self._sessions:
+            if session.asker.waits_for_writer:
+                self._sessions.drop(
+                    session, "what it had begun to write may not be over", tell=True
+                )
+        for asker in self._sessions.leaving:
+            if asker.waits_for_writer:
+                self.to_ask(asker.peer)
 
     def _come_again(self, session: Session, message: Connect) -> Session | None:
         """A guest introduces itself again: with its next receiving agent, or because it begins anew."""

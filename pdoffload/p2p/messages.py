@@ -66,6 +66,8 @@ class Connect(_Body, frozen=True, kw_only=True, tag="connect"):
         dict[_Text, Annotated[str, Meta(max_length=2**16)]], Meta(max_length=256)
     ] = {}
     """The settings behind the fingerprint, by name, so that a refusal can show both values."""
+    process: _Text = ""
+    """The sender as a process of its host: `pdoffload.p2p.neighbours`."""
 
     def __post_init__(self) -> None:
         if self.base_addr + self.num_blocks * self.block_len > _MEMORY_END:
@@ -82,6 +84,9 @@ class ConnectAck(_Body, frozen=True, tag="connect_ack"):
     """The producer's identity, `host:port`."""
     incarnation: _Text = ""
     """Of the agent whose metadata is acknowledged, as the `connect` gave it."""
+    process: _Text = ""
+    """The producer as a process of its host. If the consumer is a neighbour of it, no write of an earlier
+    session is under way any more."""
 
 
 class Lookup(_Body, frozen=True, tag="lookup"):

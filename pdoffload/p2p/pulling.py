@@ -7,7 +7,7 @@ a single round, so there a pull is one round.
     Pull --> WAITING --admitted--> rounds: FETCHING --transfer_done--> checked --> PullEnded, once all are
                                       '--deadline--> ABORTING --abort_ack--'
                                                         '--deadline--> LOST: PullEnded, not settled
-                                                                          '--our agent closed--> PullSettled
+                         our agent closed, and no neighbour that may still write --> PullSettled <--'
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pdoffload.errors import (
 from pdoffload.layout import BlockKey
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.messages import AbortAck, AbortFetch, Fetch, Message, TransferDone
+from pdoffload.p2p.neighbours import UNKNOWN, may_still_write
 from pdoffload.p2p.news import News, Pull, PullEnded, PullSettled
 from pdoffload.p2p.rounds import Numbers
 from pdoffload.p2p.session import PULL_STEPS, PullEvent, PullState
@@ -35,6 +36,10 @@ from pdoffload.p2p.terms import Deadlines
 ROUND_BYTES = 8 << 20
 """Of one fetch: small enough that checking it overlaps with the next, large enough to hide its messages."""
 _UNSENT = -1
+_LOOK_S = 1.0
+"""How often a neighbour is looked at that may still write."""
+_CLOSED = object()
+"""In place of an agent: it is closed, and only its writer's own end is waited for."""
 _UNDER_WAY = (PullState.FETCHING, PullState.ABORTING)
 
 
@@ -115,6 +120,9 @@ class Pulls:
         """On the wire: FETCHING or ABORTING."""
         self._lost: dict[int, object] = {}
         """Jobs told as not settled, with the agent through which their bytes may still land."""
+        self._writer = UNKNOWN
+        self._writer_rests = False
+        self._look_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Pulls {len(self._live)}, {len(self._rounds)} rounds under way, {len(self._lost)} lost>"
@@ -142,7 +150,15 @@ class Pulls:
 
     @property
     def next_deadline_s(self) -> float | None:
-        return min((live.deadline_s for live in self._live.values()), default=None)
+        instants = [live.deadline_s for live in self._live.values()]
+        if self.waits_for_writer:
+            instants.append(self._look_s)
+        return min(instants, default=None)
+
+    @property
+    def waits_for_writer(self) -> bool:
+        """Whether slots are in quarantine only because the peer, a neighbour, may still write by itself."""
+        return any(each is _CLOSED for each in self._lost.values())
 
     def take_checks(self) -> list[Check]:
         taken, self._checks = self._checks, []
@@ -153,6 +169,10 @@ class Pulls:
         if pull.job_id in self._live or pull.job_id in self._lost:
             raise MisuseError(f"pull {pull.job_id} is live already")
         self._live[pull.job_id] = _LivePull(pull, now_s + self._deadlines.load_timeout_s)
+
+    def know_writer(self, process: str) -> None:
+        """Which process the peer is, as `pdoffload.p2p.neighbours` marks it."""
+        self._writer = process
 
     def send_all(self, via: object) -> set[str]:
         """Fetch what waits, into the receiving agent `via`, which the peer knows; under which ids."""
@@ -216,6 +236,29 @@ class Pulls:
             live.deadline_s = now_s + self._deadlines.abort_timeout_s
             for round_ in list(live.rounds.values()):
                 self._expire(round_)
+        if self.waits_for_writer and now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            self._settle_closed()
+
+    def on_rest(self, process: str) -> None:
+        """The session is over, and `process` says that nothing is under way which it had begun in it."""
+        if process == self._writer:
+            self._writer_rests = True
+            self._settle_closed()
+
+    def _may_still_write(self) -> bool:
+        return not self._writer_rests and may_still_write(self._writer)
+
+    def _settle_closed(self) -> None:
+        """Nothing is left of what went into closed agents, unless the peer itself may still write."""
+        if self._may_still_write():
+            return
+        for job_id in [job_id for job_id, agent in self._lost.items() if agent is _CLOSED]:
+            del self._lost[job_id]
+            self._tell(PullSettled(job_id))
+        for live in self._live.values():
+            if live.via is _CLOSED:
+                live.settled = True
 
     def _expire(self, round_: _Round) -> None:
         was = round_.state
@@ -245,20 +288,21 @@ class Pulls:
     def settle(self, via: object) -> None:
         """Our receiving agent `via` is closed: nothing can land through it any more."""
         for job_id in [job_id for job_id, agent in self._lost.items() if agent is via]:
-            del self._lost[job_id]
-            self._tell(PullSettled(job_id))
+            self._lost[job_id] = _CLOSED
         error = TransferError("our receiving agent was closed")
+        rests = not self._may_still_write()
         for live in [live for live in self._live.values() if live.via is via]:
-            live.settled = True
-            self._end_rounds(live, PullEvent.AGENT_CLOSED, error, settled=True)
+            live.via = _CLOSED
+            self._end_rounds(live, PullEvent.AGENT_CLOSED, error, settled=rests)
+        self._settle_closed()
 
     def _end_rounds(
         self, live: _LivePull, event: PullEvent, error: PdOffloadError, *, settled: bool
     ) -> None:
         for round_ in list(live.rounds.values()):
+            was_sent = round_.state in _UNDER_WAY
             if round_.step(event):
-                is_lost = round_.state is PullState.LOST
-                self._fail(round_, error, settled=settled or not is_lost)
+                self._fail(round_, error, settled=settled or not was_sent)
 
     # --- inside ---
 

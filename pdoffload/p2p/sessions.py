@@ -20,7 +20,7 @@ from pdoffload.memory.lending import Lender
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.asking import Asker
 from pdoffload.p2p.keeping import Keeping
-from pdoffload.p2p.messages import Disconnect, Message, encode, fit_for_a_log
+from pdoffload.p2p.messages import ConnectAck, Disconnect, Message, encode, fit_for_a_log
 from pdoffload.p2p.receivers import Receiving
 from pdoffload.p2p.serving import Server
 from pdoffload.p2p.session import Asking, SessionState
@@ -78,6 +78,8 @@ class Session:
         """Its memory, as it gave it; the last one is that of now, those before it are still written to."""
         self.mute = ""
         """Why nothing is asked of it although it would answer."""
+        self.ack: ConnectAck | None = None
+        """Held back until earlier writes into this neighbour have ended."""
 
     def __repr__(self) -> str:
         return f"<Session {self.address}: {self.state!r}, {self.asker!r}, {self.server!r}>"
@@ -139,6 +141,11 @@ class Sessions:
     def askers(self) -> tuple[Asker, ...]:
         """Of all sessions, and of those that are over and not settled yet."""
         return (*(session.asker for session in self._sessions.values()), *self._leaving)
+
+    @property
+    def leaving(self) -> tuple[Asker, ...]:
+        """Of those sessions that are over."""
+        return tuple(self._leaving)
 
     def open(self, address: Address) -> Session | None:
         """A new session with a peer that has none. None, with the reason logged, if there can be none."""
@@ -252,12 +259,15 @@ class Sessions:
             session.server.tick(now_s)
             if session.state.asking in _DIALLING and now_s - session.dialled_s >= timeout_s:
                 self.drop(session, f"no answer to our connect in {timeout_s:g} s", tell=True)
+        for asker in self._leaving:
+            asker.tick(now_s)
         for address in [a for a, b in self._backoffs.items() if now_s - b.until_s > LAST_BACKOFF_S]:
             del self._backoffs[address]
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do at the latest."""
         instants: list[float | None] = [self.keeping.next_deadline_s]
+        instants += (asker.next_deadline_s for asker in self._leaving)
         for session in self:
             instants += (session.asker.next_deadline_s, session.server.next_deadline_s)
             if session.state.asking in _DIALLING:

@@ -12,6 +12,7 @@ import msgspec
 from pdoffload.config import Verify
 from pdoffload.layout import Geometry, RunConfig
 from pdoffload.p2p.messages import Connect, fit_for_a_log
+from pdoffload.p2p.neighbours import own_mark
 
 LOOKUP_GRACE_S = 5.0
 """How long a producer waits for chunks that are on their way into its pool before it calls them a miss;
@@ -80,6 +81,7 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
             hash_seed=self.hash_seed(),
             incarnation=incarnation,
             guards=self.guards,
+            process=own_mark(),
         )
 
     def objections(self, theirs: Connect) -> list[str]:
