@@ -35,6 +35,9 @@ class Agent(ABC):
     """
 
     name: str
+    open_to_cma: bool = False
+    """Whether processes of the same PID namespace may write by cma into what is registered here: closing
+    the agent does not stop them (see `close`)."""
 
     @abstractmethod
     def register_memory(
@@ -75,8 +78,9 @@ class Agent(ABC):
         first peer of an agent costs tens of milliseconds, the others a few. Add a peer once and keep it
         while its agent lives: UCX keeps the connection of a removed one until one of both agents closes.
 
-        Raises `NixlError` for bytes that are no agent's whole metadata and where NIXL refuses them (the
-        same name may then be unusable in this agent), and `MisuseError` for this agent's own and for a
+        Raises `NixlError` for bytes that are no agent's whole metadata, for a peer whose host says that
+        nobody listens, and where NIXL refuses for other reasons (after an unusable key the name stays
+        refused until this agent is closed), and `MisuseError` for this agent's own and for a
         name that is a peer already. What is wrong deep inside an address can end the process: take
         metadata only from those who may write into this process's memory.
         """

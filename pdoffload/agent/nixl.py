@@ -44,13 +44,13 @@ from typing import Any
 import numpy as np
 
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import Backend, PosixBackend
+from pdoffload.agent.backends import Backend, PosixBackend, UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.metadata import agent_name_in
 from pdoffload.agent.transfer import TransferState
-from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints
+from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
@@ -86,6 +86,9 @@ class NixlAgent(DrivenAgent):
         super().__init__(unique, driver, clock=clock, check_overlaps=check_overlaps)
         self.backends = driver.params
         """Backend name -> the parameters it was created with."""
+        self.open_to_cma = any(
+            isinstance(backend, UcxBackend) and backend.reach == "network" for backend in backends
+        ) and allows_cma(os.environ.get("UCX_TLS", ""))
 
 
 class NixlDriver:

@@ -29,8 +29,18 @@ UNKNOWN = "unknown"
 LONGEST_NAME = 31
 """UCX cuts the names of contexts and workers here (UCP_ENTITY_NAME_MAX with its final zero)."""
 
+_HOLDS_CMA = frozenset({"all", "cma", "sm", "shm"})
+
 _ADDRESS = re.compile(r"[0-9a-f]{8,16}")
 _LANE = re.compile(r"lane\[\d+\]:\s+\d+:(\S+?)\.\d+ .*\brma_bw#\d+")
+
+
+def allows_cma(transports: str) -> bool:
+    """Whether UCX may use cma under this value of UCX_TLS (empty: not set); aliases of UCX included."""
+    names = set(transports.removeprefix("^").split(","))
+    if transports.startswith("^"):
+        return not names & _HOLDS_CMA
+    return not transports or bool(names & _HOLDS_CMA)
 
 
 class UcxEndpoints:

@@ -192,11 +192,12 @@ class Asker:
             self._answer(question.kv_request_id, dict.fromkeys(question.keys, False))
         self._pulls.give_up(TransferError(f"nothing is fetched from {self._peer}: {reason}"))
 
-    def settle(self, via: object) -> None:
-        """Our receiving agent `via` is closed: nothing can land through it any more."""
+    def settle(self, via: object, *, open_to_cma: bool) -> None:
+        """Our receiving agent `via` is closed: nothing can land through it any more, but for what a neighbour
+        has begun to write by cma."""
         if self._via is via:
             self._via = None
-        self._pulls.settle(via)
+        self._pulls.settle(via, open_to_cma=open_to_cma)
 
     # --- inside ---
 

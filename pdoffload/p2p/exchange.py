@@ -240,7 +240,7 @@ class Exchange:
             if receiver.error is not None:
                 logger.error("no agent to receive from peers: %s", receiver.error)
             for asker in self.sessions.askers:
-                asker.settle(receiver)
+                asker.settle(receiver, open_to_cma=receiver.open_to_cma)
         if self._receivers.available is not None:
             self.handshakes.introduce_all()
             return

@@ -275,9 +275,7 @@ class Link:
 def _unbindable(address: Address, error: zmq.ZMQError) -> str:
     """Why nothing can listen at `address`, as `ConfigError` takes it."""
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"port: {address} is taken by another process; give another one, or 0 for any"
-        )
+        return f"port: {address} is taken by another process; give another one, or 0 for any"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"host: {address} cannot be bound: this host has no such address; give one it has"
     if error.errno in (errno.EACCES, errno.EPERM):

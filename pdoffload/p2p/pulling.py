@@ -122,6 +122,8 @@ class Pulls:
         """Jobs told as not settled, with the agent through which their bytes may still land."""
         self._writer = UNKNOWN
         self._writer_rests = False
+        self._open_to_cma = False
+        """Whether the peer may write behind a closed agent's back, if it is a neighbour."""
         self._look_s = 0.0
 
     def __repr__(self) -> str:
@@ -247,7 +249,8 @@ class Pulls:
             self._settle_closed()
 
     def _may_still_write(self) -> bool:
-        return not self._writer_rests and may_still_write(self._writer)
+        by_itself = self._open_to_cma and not self._writer_rests
+        return by_itself and may_still_write(self._writer)
 
     def _settle_closed(self) -> None:
         """Nothing is left of what went into closed agents, unless the peer itself may still write."""
@@ -285,8 +288,10 @@ class Pulls:
         for live in [live for live in self._live.values() if _UNSENT in live.rounds]:
             self._end_rounds(live, PullEvent.AGENT_CLOSED, error, settled=True)
 
-    def settle(self, via: object) -> None:
-        """Our receiving agent `via` is closed: nothing can land through it any more."""
+    def settle(self, via: object, *, open_to_cma: bool) -> None:
+        """Our receiving agent `via` is closed: nothing can land through it any more, but for what the peer
+        may have begun to write by cma."""
+        self._open_to_cma = self._open_to_cma or open_to_cma
         for job_id in [job_id for job_id, agent in self._lost.items() if agent is via]:
             self._lost[job_id] = _CLOSED
         error = TransferError("our receiving agent was closed")

@@ -26,6 +26,9 @@ class Receiving(Protocol):
     def metadata(self) -> bytes: ...
 
     @property
+    def open_to_cma(self) -> bool: ...
+
+    @property
     def stage(self) -> Stage: ...
 
     @property

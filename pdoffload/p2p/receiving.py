@@ -56,6 +56,8 @@ class Receiver:
     ) -> None:
         self.incarnation = incarnation
         self.metadata = b""
+        self.open_to_cma = False
+        """As the agent's, once the stage is OPEN."""
         self.stage = Stage.OPENING
         self.error: PdOffloadError | None = None
         self._open_agent = open_agent
@@ -115,6 +117,7 @@ class Receiver:
             try:
                 agent.register_memory(self._region.address, self._region.size_bytes)
                 self.metadata = agent.metadata()
+                self.open_to_cma = agent.open_to_cma
             except BaseException:
                 agent.close(timeout_s=CLOSE_TIMEOUT_S)
                 raise
