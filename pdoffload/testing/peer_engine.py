@@ -19,7 +19,7 @@ import xxhash
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.nixl import NixlAgent
-from pdoffload.clock import Clock
+from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.config import Verify
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
 from pdoffload.memory.host import HostRegion, SlotStatus
@@ -29,12 +29,15 @@ from pdoffload.p2p.link import DIAL_TIMEOUT_S, Link
 from pdoffload.p2p.secret import ClusterSecret
 from pdoffload.p2p.terms import Deadlines
 from pdoffload.policy.lru import Lru
+from pdoffload.testing.agents import FakeAgent
 from pdoffload.testing.tier_rig import ShiftedClock
 from pdoffload.tiering.manager import ARRIVING, ASKING, HIT, Tiering
 from pdoffload.tiers.base import PeerStats, TierContext, TierRequest, TierStats
 from pdoffload.tiers.peer import PeerTier
 
 HOST = "127.0.0.1"
+PATIENCE_S = 20.0
+_PAUSE_S = 0.001
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +213,11 @@ class PeerEngine:
         """Empty the pool."""
         self.tiering.reset()
 
+    def hold(self, chunks: Chunks, request_id: str = "") -> None:
+        """Have these chunks in the pool."""
+        self.reserve(chunks, request_id)
+        self.arrive(chunks)
+
     def flip(self, chunks: Chunks) -> None:
         """Flip a bit in the middle of these chunks, after their checksums have been taken."""
         for key in chunks.keys:
@@ -289,6 +297,33 @@ class PeerEngine:
 
 def open_nixl_agent(purpose: str, clock: Clock) -> Agent:
     return NixlAgent(f"peers-{purpose}", [UcxBackend(reach="network")], clock=clock)
+
+
+def open_fake_agent(purpose: str, clock: Clock) -> Agent:
+    """Moves bytes between engines of one process."""
+    return FakeAgent(purpose, clock=clock)
+
+
+def step_until(condition: Callable[[], object], what: str, *engines: PeerEngine) -> None:
+    """Step engines of this process until `condition()`; `AssertionError` if it does not come."""
+    give_up_s = SYSTEM_CLOCK.monotonic_s() + PATIENCE_S
+    while not condition():
+        assert SYSTEM_CLOCK.monotonic_s() < give_up_s, f"waited {PATIENCE_S:g} s for {what}"
+        for engine in engines:
+            engine.step()
+        SYSTEM_CLOCK.sleep(_PAUSE_S)
+
+
+def at_rest(*engines: PeerEngine) -> list[Seen]:
+    """Step engines of this process until nothing is lent, in quarantine or under way in any."""
+    seen: list[Seen] = []
+
+    def rest() -> bool:
+        seen[:] = [engine.look() for engine in engines]
+        return not any(each.num_lent or each.num_quarantined or each.num_jobs for each in seen)
+
+    step_until(rest, "engines at rest", *engines)
+    return seen
 
 
 def source(address: Address, kv_request_id: str) -> dict[str, Any]:
