@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ from pdoffload.testing.clock import FakeClock
 
 class AgentContract(AgentRig):
     """Every agent passes this."""
+
+    @abstractmethod
+    def stall(
+        self, agent: DrivenAgent, local: Descriptors, tmp_path: Path, *, timeout_s: float
+    ) -> tuple[Transfer, Callable[[], None]]:
+        """A READ from a file into one page that runs until the returned function has been called."""
 
     # --- bytes ---
 

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
 from pdoffload.agent.driven import DrivenAgent
+from pdoffload.agent.peer import Peer
 from pdoffload.agent.transfer import Transfer
 from pdoffload.clock import Clock
 from pdoffload.errors import MisuseError
@@ -57,12 +58,6 @@ class AgentRig(ABC):
     @abstractmethod
     def make_agent(self, clock: Clock) -> DrivenAgent:
         """A new agent that can copy between memories, and between memory and files."""
-
-    @abstractmethod
-    def stall(
-        self, agent: DrivenAgent, local: Descriptors, tmp_path: Path, *, timeout_s: float
-    ) -> tuple[Transfer, Callable[[], None]]:
-        """A READ from a file into one page that runs until the returned function has been called."""
 
     @pytest.fixture
     def clock(self) -> FakeClock:
@@ -119,8 +114,9 @@ class AgentRig(ABC):
         *,
         op: Op = Op.WRITE,
         timeout_s: float = 30.0,
+        peer: Peer | None = None,
     ) -> None:
         before = agent.counts
         with pytest.raises(MisuseError, match=match):
-            agent.submit(op, local, remote, timeout_s=timeout_s, what="misuse")
+            agent.submit(op, local, remote, timeout_s=timeout_s, what="misuse", peer=peer)
         assert agent.counts == before

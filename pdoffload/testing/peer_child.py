@@ -4,17 +4,22 @@
 
 reads one command a line and answers with one JSON object a line:
 
-    open [NAME]            makes the agent; its name is NAME exactly, if given
-    metadata               what a peer needs, and where the memory lies
-    add METADATA           adds a peer; METADATA in hex
-    write ADDRESS SIZE COUNT TIMEOUT
-                           starts writing COUNT pieces of SIZE bytes to ADDRESS of the last peer
-    wait                   how that write ended
+    open [NAME]            makes the agent; NAME is its whole name if given
+    metadata               what a peer needs, in hex, and where the memory lies
+    add METADATA           adds a peer
+    write ADDRESS BYTES COUNT TIMEOUT_S
+                           starts writing COUNT pieces of BYTES to ADDRESS of the peer added last
+    wait                   how that write ended, and by which transport it went
+    remove                 removes the peer added last
+    cycle METADATA ADDRESS COUNT
+                           COUNT times: adds a peer, writes one page to it, removes it
     serve, rest            makes progress between commands from now on; stops doing so
     digest                 xxh3-128 of the memory
-    close                  closes the agent
+    close                  closes the agent, waiting 0.2 s at most
+    fds                    open file descriptors of the process
 
-The memory is filled with bytes that come from the process's pid.
+The memory is filled with bytes that come from the process's pid. Nothing here waits for a peer without
+end: a peer that makes no progress leaves a write UNKNOWN after TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -32,43 +37,27 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from pdoffload.agent import nixl
 from pdoffload.agent.agent import Op
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
-from pdoffload.agent.nixl import NixlAgent
 from pdoffload.agent.peer import Peer
 from pdoffload.agent.transfer import Transfer
+from pdoffload.errors import PdOffloadError
 
+PAGE = 4096
 _PROGRESS_S = 0.0002
 
 
-class Bulk:
-    """`size_bytes` of memory with known bytes."""
-
-    def __init__(self, size_bytes: int, seed: int) -> None:
-        self._map = mmap.mmap(-1, size_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.size_bytes = size_bytes
-        self.view = np.frombuffer(self._map, dtype=np.uint8)
-        self.view[:] = np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
-
-    def digest(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.view.data)
-
-
-def row_of_pieces(address: int, size_bytes: int, count: int) -> Descriptors:
-    """`count` pieces of `size_bytes` that follow each other."""
-    return pieces(MemoryKind.DRAM, [address + i * size_bytes for i in range(count)], size_bytes)
-
-
 class PeerChild:
-    """The parent's end: starts the process and talks to it."""
+    """The parent's end: starts the process and talks to it. `env` is added to this process's own."""
 
     def __init__(self, size_bytes: int, **env: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pdoffload.testing.peer_child", str(size_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
             bufsize=1,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
@@ -118,8 +107,11 @@ class _Child:
         # UCX writes its log to standard output: answers go through a descriptor of their own.
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        self._bulk = Bulk(size_bytes, os.getpid())
-        self._agent: NixlAgent | None = None
+        self._map = mmap.mmap(-1, size_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        filling = np.random.default_rng(os.getpid())
+        self._map[:] = filling.bytes(size_bytes)
+        self._agent: nixl.NixlAgent | None = None
         self._peer: Peer | None = None
         self._write: Transfer | None = None
         self._serving = False
@@ -139,46 +131,89 @@ class _Child:
         self._close()
 
     def _obey(self, verb: str, *words: str) -> dict[str, Any]:
-        if verb == "open":
-            self._agent = NixlAgent(words[0] if words else "child", [UcxBackend(reach="network")])
-            self._agent.register_memory(self._bulk.address, self._bulk.size_bytes)
-            return {"name": self._agent.name}
-        if verb == "digest":
-            return {"digest": self._bulk.digest()}
-        if verb in ("serve", "rest"):
-            self._serving = verb == "serve"
-            return {}
-        agent = self._agent
-        if agent is None:
-            return {"error": "no agent is open"}
+        try:
+            if verb == "open":
+                return self._open(*words)
+            if verb == "digest":
+                return {"digest": xxhash.xxh3_128_hexdigest(self._map)}
+            if verb == "fds":
+                return {"fds": len(os.listdir("/proc/self/fd"))}
+            if verb in ("serve", "rest"):
+                self._serving = verb == "serve"
+                return {}
+            if verb == "close":
+                self._close()
+                return {}
+            assert self._agent is not None, "no agent is open"
+            return self._ask_agent(self._agent, verb, *words)
+        except PdOffloadError as error:
+            return {"error": str(error)}
+
+    def _open(self, name: str = "") -> dict[str, Any]:
+        if name:
+            # As another program may name its agents: the same after a restart.
+            setattr(nixl, "unique_name", lambda _: name)  # noqa: B010
+        self._agent = nixl.NixlAgent("child", [UcxBackend(reach="network")])
+        self._agent.register_memory(self._address, len(self._map))
+        return {"name": self._agent.name}
+
+    def _ask_agent(self, agent: nixl.NixlAgent, verb: str, *words: str) -> dict[str, Any]:
         if verb == "metadata":
-            return {"metadata": agent.metadata().hex(), "address": self._bulk.address}
+            return {"metadata": agent.metadata().hex(), "address": self._address}
         if verb == "add":
             self._peer = agent.add_peer(bytes.fromhex(words[0]))
             return {"peer": self._peer.name}
         if verb == "write":
             address, size, count = (int(word) for word in words[:3])
-            self._write = agent.submit(
-                Op.WRITE,
-                row_of_pieces(self._bulk.address, size, count),
-                row_of_pieces(address, size, count),
-                timeout_s=float(words[3]),
-                what="write of the child",
-                peer=self._peer,
-            )
-            return {"state": self._write.state.value}
+            self._submit(agent, address, size, count, float(words[3]))
+            return self._told(agent)
         if verb == "wait":
             assert self._write is not None
             agent.wait(self._write)
-            return {"state": self._write.state.value, "error": str(self._write.error or "")}
-        self._close()
-        return {"closed": True}
+            return self._told(agent)
+        if verb == "remove":
+            assert self._peer is not None
+            self._peer.remove()
+            return {}
+        for _ in range(int(words[2])):
+            self._peer = agent.add_peer(bytes.fromhex(words[0]))
+            agent.wait(self._submit(agent, int(words[1]), PAGE, 1, 30))
+            self._peer.remove()
+        return {"balanced": agent.counts.transfers_made == agent.counts.transfers_released}
+
+    def _submit(
+        self, agent: nixl.NixlAgent, address: int, size: int, count: int, timeout_s: float
+    ) -> Transfer:
+        self._write = agent.submit(
+            Op.WRITE,
+            _in_a_row(self._address, size, count),
+            _in_a_row(address, size, count),
+            timeout_s=timeout_s,
+            what="write of the child",
+            peer=self._peer,
+        )
+        return self._write
+
+    def _told(self, agent: nixl.NixlAgent) -> dict[str, Any]:
+        assert self._write is not None
+        assert self._peer is not None
+        return {
+            "state": self._write.state.value,
+            "error": str(self._write.error or ""),
+            "transport": agent.transport_of(self._peer),
+        }
 
     def _close(self) -> None:
         if self._agent is not None:
-            self._agent.close()
+            self._agent.close(timeout_s=0.2)
             self._agent = self._peer = None
 
 
+def _in_a_row(address: int, size_bytes: int, count: int) -> Descriptors:
+    return pieces(MemoryKind.DRAM, [address + i * size_bytes for i in range(count)], size_bytes)
+
+
 if __name__ == "__main__":
+    # NIXL would load it for its version alone, which takes seconds.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     _Child(int(sys.argv[1])).run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdoffload.agent.descriptors import MemoryKind, coalesce, pieces
@@ -63,6 +63,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps=steps, devices=st.lists(st.integers(0, 1), min_size=12, max_size=12))
 def test_joining_moves_the_same_bytes_in_the_same_order(steps, devices) -> None:
     a, b, left, right = 0, 1000, [], []

@@ -11,13 +11,15 @@ import pytest
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import Descriptors
 from pdoffload.agent.driver import Verdict
+from pdoffload.agent.peer import Peer
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
 from pdoffload.errors import MisuseError, NixlError, TransferError
 from pdoffload.testing.agent_contract import AgentContract
 from pdoffload.testing.agent_rig import PAGE, Memory, file_rows
-from pdoffload.testing.agents import FakeAgent, FakeDriver
+from pdoffload.testing.agents import FakeAgent, FakeDriver, FakeNetwork
 from pdoffload.testing.clock import FakeClock
+from pdoffload.testing.peer_contract import PeerContract
 
 
 class TestContract(AgentContract):
@@ -35,6 +37,20 @@ class TestContract(AgentContract):
             Op.READ, local, file_rows(fd, 0), timeout_s=timeout_s, what="stalled load"
         )
         return transfer, agent.driver.let_go
+
+
+class TestPeers(PeerContract):
+    def make_agent(self, clock: Clock) -> FakeAgent:
+        return FakeAgent(clock=clock)
+
+    def stall_write(
+        self, agent: FakeAgent, local: Descriptors, remote: Descriptors, peer: Peer
+    ) -> Transfer:
+        agent.driver.hold(1)
+        return super().stall_write(agent, local, remote, peer)
+
+    def wake(self, agent: FakeAgent) -> None:
+        agent.driver.let_go()
 
 
 LOST = NixlError("scripted", "NIXL_ERR_BACKEND")
@@ -204,3 +220,77 @@ def test_a_delay_is_kept_by_the_clock(tmp_path: Path) -> None:
     assert memory.page(1) == memory.page(0)
     assert clock.slept_s >= 0.19
     agent.close()
+
+
+# --- peers ---
+
+
+@pytest.fixture
+def reader():
+    reader = FakeAgent("reader")
+    yield reader
+    reader.close()
+
+
+def send(agent: FakeAgent, reader: FakeAgent, memory: Memory, there: Memory) -> Transfer:
+    peer = agent.add_peer(reader.metadata())
+    rows = memory.rows(0), there.rows(0)
+    return agent.submit(Op.WRITE, *rows, timeout_s=5, what="write", peer=peer)
+
+
+@pytest.mark.parametrize("end", ["dies", "is closed", "forgets its memory"])
+def test_a_write_to_what_is_gone_is_unknown_until_the_agent_is_closed(
+    reader: FakeAgent, end: str
+) -> None:
+    agent, memory, there = FakeAgent("writer"), Memory(), Memory()
+    agent.register_memory(memory.address, memory.size_bytes)
+    region = reader.register_memory(there.address, there.size_bytes)
+    agent.driver.hold(1)
+    lost = send(agent, reader, memory, there)
+    if end == "dies":
+        reader.driver.dead = True
+    elif end == "is closed":
+        reader.close()
+    else:
+        region.release()
+    memory.fill(0)
+    agent.driver.let_go()
+    assert agent.poll() == [lost]
+    assert lost.state is TransferState.UNKNOWN
+    assert "REMOTE_DISCONNECT" in str(lost.error)
+    assert there.page(0) != memory.page(0)
+    assert agent.close() == []
+    assert lost.settled_state is TransferState.FAILED
+    assert agent.driver.open_handles == 0
+
+
+def test_peers_are_scripted_like_everything_else(
+    agent: FakeAgent, fake: FakeDriver, reader: FakeAgent
+) -> None:
+    for call in ("metadata", "add_peer", "progress", "remove_peer"):
+        fake.script(call, LOST)  # type: ignore[arg-type]
+    with pytest.raises(NixlError):
+        agent.metadata()
+    with pytest.raises(NixlError):
+        agent.add_peer(reader.metadata())
+    with pytest.raises(NixlError):
+        agent.progress()
+    peer = agent.add_peer(reader.metadata())
+    with pytest.raises(NixlError):
+        peer.remove()
+    assert not peer.removed
+    peer.remove()
+    fake.notifications = 3
+    agent.progress()
+    agent.progress()
+    assert agent.notifications_dropped == 3
+
+
+def test_agents_of_two_networks_do_not_meet() -> None:
+    agent = FakeAgent(driver=FakeDriver(network=FakeNetwork()))
+    reader, memory, there = FakeAgent("reader"), Memory(), Memory()
+    agent.register_memory(memory.address, memory.size_bytes)
+    reader.register_memory(there.address, there.size_bytes)
+    assert send(agent, reader, memory, there).state is TransferState.UNKNOWN
+    for each in (agent, reader):
+        assert each.close() == []

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,13 +21,14 @@ import pytest
 from pdoffload.agent.agent import Op
 from pdoffload.agent.backends import PluginBackend, PosixBackend, UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
-from pdoffload.agent.nixl import NixlAgent, first_usable, probe
+from pdoffload.agent.nixl import NixlAgent, first_usable, probe, unique_name
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
-from pdoffload.errors import BackendUnusable, ConfigError, MisuseError
+from pdoffload.errors import BackendUnusable, ConfigError, MisuseError, NixlError
 from pdoffload.testing.agent_contract import AgentContract
 from pdoffload.testing.agent_rig import PAGE, Memory, file_rows
 from pdoffload.testing.clock import FakeClock
+from pdoffload.testing.peer_contract import PeerContract
 
 pytestmark = pytest.mark.nixl
 
@@ -61,6 +63,15 @@ class TestContract(AgentContract):
             Op.READ, local, file_rows(fd, 0), timeout_s=timeout_s, what="stalled load"
         )
         return transfer, lambda: assert_all_written(fd)
+
+
+class TestPeers(PeerContract):
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return PacedClock()
+
+    def make_agent(self, clock: Clock) -> NixlAgent:
+        return NixlAgent("contract", [UcxBackend(reach="network")], clock=clock)
 
 
 def assert_all_written(fd: int) -> None:
@@ -180,6 +191,55 @@ def test_two_agents_of_one_name_are_told_apart() -> None:
     assert all(re.fullmatch("twin-[0-9a-f]{12}", agent.name) for agent in (first, second))
     for agent in (first, second):
         agent.close()
+
+
+def test_a_name_of_any_length_stays_unique_where_ucx_cuts_it() -> None:
+    names = {unique_name("a-rather-long-purpose-of-an-agent")[:31] for _ in range(100)}
+    assert len(names) == 100
+
+
+def test_errors_that_are_kept_do_not_keep_the_agent() -> None:
+    """It ends, and its connections with it, when nothing refers to NIXL's object any more."""
+    agent, memory = NixlAgent("kept", [UcxBackend(reach="network")]), Memory()
+    other = NixlAgent("other", [UcxBackend(reach="network")])
+    agent.register_memory(memory.address, memory.size_bytes)
+    peer = agent.add_peer(other.metadata())
+    kept: list[object] = [
+        agent.submit(Op.WRITE, memory.rows(0), memory.rows(1), timeout_s=5, what="write", peer=peer)
+    ]
+    with pytest.raises(NixlError) as caught:
+        agent._driver.add_peer(b"what NIXL refuses itself")
+    kept.append(caught.value)
+    alive = weakref.ref(agent._driver._agent)  # type: ignore[attr-defined]
+    agent.close()
+    assert alive() is None
+    assert len(kept) == 2
+    other.close()
+
+
+def test_an_agent_without_a_network_has_no_metadata() -> None:
+    agent = NixlAgent("files-only", [PosixBackend()])
+    with pytest.raises(NixlError, match="get_agent_metadata"):
+        agent.metadata()
+    assert agent.close() == []
+
+
+def test_notifications_of_peers_are_counted_and_dropped() -> None:
+    agent, other = (NixlAgent("told", [UcxBackend(reach="network")]) for _ in range(2))
+    other.add_peer(agent.metadata())
+    raw = other._driver._agent  # type: ignore[attr-defined]
+    for _ in range(3):
+        raw.send_notif(agent.name, b"hello")
+    pause = threading.Event()
+    for _ in range(20000):
+        agent.progress()
+        other.progress()
+        if agent.notifications_dropped == 3:
+            break
+        pause.wait(0.001)
+    assert agent.notifications_dropped == 3
+    for each in (agent, other):
+        assert each.close() == []
 
 
 def test_backends_are_named_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdoffload.agent.descriptors import Descriptors, MemoryKind
@@ -34,11 +34,13 @@ def any_overlap(rows: list[Piece]) -> bool:
     return any(overlaps(a, b) for i, a in enumerate(rows) for b in rows[:i])
 
 
+@settings(deadline=None)
 @given(rows=rows_of)
 def test_an_overlap_is_found_if_and_only_if_there_is_one(rows: list[Piece]) -> None:
     assert (first_overlap(array(rows)) is not None) == any_overlap(rows)
 
 
+@settings(deadline=None)
 @given(asked=rows_of, tables=st.lists(rows_of, min_size=1, max_size=4))
 def test_owners_are_the_regions_that_hold_each_row_whole(
     asked: list[Piece], tables: list[list[Piece]]
