@@ -212,7 +212,7 @@ class Exchange:
         if session is None:
             error = TransferError(f"nothing is pulled from {command.peer}: {why}")
             failed = tuple((key, error) for key in command.keys)
-            self._news.append(PullEnded(job_id=command.job_id, failed=failed))
+            self._news.append(PullEnded(job_id=command.job_id, failed=failed, tried=False))
             return
         session.asker.pull(command, now_s)
 

@@ -74,6 +74,8 @@ class PullEnded(msgspec.Struct, frozen=True, kw_only=True):
     job_id: int
     failed: tuple[tuple[BlockKey, PdOffloadError], ...] = ()
     settled: bool = True
+    tried: bool = True
+    """False: the peer is known not to serve us, and it was logged why when that became known."""
     moved_bytes: int = 0
     verified: int = 0
 

@@ -70,15 +70,26 @@ class RawPeer:
     def hear(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Wait for a message of this type and with these fields; those before it are passed over."""
         give_up_s = SYSTEM_CLOCK.monotonic_s() + PATIENCE_S
-        wanted = {"type": kind, **fields}.items()
         while SYSTEM_CLOCK.monotonic_s() < give_up_s:
-            self.listen()
-            while self._unread < len(self.heard):
-                message = self.heard[self._unread]
-                self._unread += 1
-                if wanted <= message.items():
-                    return message
+            message = self.next(kind, **fields)
+            if message is not None:
+                return message
         raise AssertionError(f"no {kind} has come; but {[each['type'] for each in self.heard]}")
+
+    def next(self, kind: str, **fields: Any) -> dict[str, Any] | None:
+        """As `hear`, without waiting: None if it has not come."""
+        self.listen()
+        wanted = {"type": kind, **fields}
+        while self._unread < len(self.heard):
+            message = self.heard[self._unread]
+            self._unread += 1
+            if all(message.get(name) == value for name, value in wanted.items()):
+                return message
+        return None
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Every message of this type that has come so far."""
+        return [message for message in self.heard if message["type"] == kind]
 
     def listen(self, timeout_s: float = 0.01) -> None:
         """Take what has come; wait a little if there is nothing."""

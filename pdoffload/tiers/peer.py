@@ -292,7 +292,8 @@ class PeerTier(Tier):
             live.asked.failed |= bad
             live.asked.answers.update(dict.fromkeys(bad, _MISS))
             first = news.failed[0][1]
-            logger.warning(
+            logger.log(
+                logging.WARNING if news.tried else logging.DEBUG,
                 "pull of %d chunks from %s: %d failed: %s",
                 len(live.job.keys),
                 live.asked.source.address,
