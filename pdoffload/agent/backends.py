@@ -38,7 +38,9 @@ class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `reach` says how far. `process`: copies inside this process, at the speed of memcpy; by default UCX
     would ask the kernel to copy (cma), which is a quarter slower (docs/decisions/0002-descriptors.md).
-    `network`: other processes and hosts as well, with the errors of dead peers reported.
+    `network`: other processes and hosts as well, with the errors of dead peers reported; the operator's
+    UCX_TLS, UCX_NET_DEVICES and the like decide among UCX's transports. One that can report a dead
+    peer must be among them: with `UCX_TLS=sm` no agent is made, with `sm,tcp` it is.
 
     `num_threads` > 0 gives the plugin a pool of threads of its own, which spin: leave it at 0 unless
     bytes go to many peers at once.
