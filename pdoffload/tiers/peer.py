@@ -158,6 +158,11 @@ class PeerTier(Tier):
             f"{len(self._jobs)} pulls>"
         )
 
+    @property
+    def address(self) -> Address:
+        """Where peers reach this process; with the real port."""
+        return self._link.address
+
     def borrow_from(self, lender: Lender) -> None:
         self._service = PeerService(
             self._link,
