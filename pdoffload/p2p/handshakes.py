@@ -178,20 +178,28 @@ class Handshakes:
         self._keep_targets(session, target)
         self._sessions.counts.handshakes_done += 1
         self._refused.pop(address, None)
-        ack = ConnectAck(str(self._wire.address), message.incarnation, own_mark())
-        session.ack = ack
-        if not is_neighbour(message.process):
-            self._acknowledge(session)
+        session.neighbour = is_neighbour(message.process)
+        session.ack = ConnectAck(str(self._wire.address), message.incarnation, own_mark())
+        if not message.incarnation and self._terms.verify is not Verify.ALWAYS:
+            # Stock vLLM takes a connect before its own is acknowledged, or never.
+            session.wants_in = True
+            self._introduce(session, self._receivers.current())
 
     def acknowledge_all(self, writes_under_way: Collection[str]) -> None:
-        """Admit neighbours into whom nothing is being written by an earlier session; by their addresses."""
-        for session in self._sessions:
-            if session.ack is not None and str(session.address) not in writes_under_way:
-                self._acknowledge(session)
+        """Admit guests, at the end of the turn in which they came if nothing speaks against it.
 
-    def _acknowledge(self, session: Session) -> None:
-        ack, session.ack = session.ack, None
-        if ack is not None:
+        `writes_under_way`: addresses into which an earlier session may still be writing. A neighbour takes
+        our word that this is over.
+        """
+        for session in self._sessions:
+            ack = session.ack
+            if ack is None or (session.neighbour and str(session.address) in writes_under_way):
+                continue
+            is_stock = not session.incarnation
+            to_introduce = session.wants_in and session.introduced is None
+            if is_stock and to_introduce and self._receivers.available is not None:
+                continue
+            session.ack = None
             self._sessions.send(session, ack)
 
     def call_back(self) -> None:

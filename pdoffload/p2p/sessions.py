@@ -79,7 +79,8 @@ class Session:
         self.mute = ""
         """Why nothing is asked of it although it would answer."""
         self.ack: ConnectAck | None = None
-        """Held back until earlier writes into this neighbour have ended."""
+        """To be sent, unless it is held back: see `Handshakes.acknowledge_all`."""
+        self.neighbour = False
 
     def __repr__(self) -> str:
         return f"<Session {self.address}: {self.state!r}, {self.asker!r}, {self.server!r}>"

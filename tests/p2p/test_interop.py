@@ -180,10 +180,6 @@ def test_ours_serves_while_its_engine_computes(trio: Trio) -> None:
         trio.strict.ask(SetForward(Forward.IDLE))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="vLLM expects the connect of whoever it dials before the connect_ack, and none after it",
-)
 def test_a_peer_that_was_asked_first_may_ask_back(trio: Trio) -> None:
     with started(Who.OURS, verify="if_present") as ours:
         for number, (producer, consumer) in enumerate(((ours, trio.stock), (trio.stock, ours))):
