@@ -135,6 +135,8 @@ class EngineProcess:
         assert isinstance(told, int), told
         self.address = Address(HOST, told)
         self._counted = TierStats()
+        self.logged: list[str] = []
+        """What it has logged at INFO or above until the last look."""
 
     def __repr__(self) -> str:
         return f"<EngineProcess {self.pid} at {self.address}>"
@@ -203,6 +205,7 @@ class EngineProcess:
         """Also proves that no counter has fallen."""
         seen: Seen = self.ask(Look(), Seen)
         self._counted = check_counters(self._counted, seen.stats)
+        self.logged += seen.log
         return seen
 
     def close(self, timeout_s: float = 10.0) -> list[str]:
