@@ -7,6 +7,7 @@ A worn agent takes no new write. Once it is closed no byte moves by it any more,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -138,8 +139,16 @@ class Outbound:
             self._lose(write, write, _as_ours(what, failure))
         else:
             self._under_way[transfer] = write
-            if transfer.state is not TransferState.RUNNING:
+            if transfer.state is TransferState.RUNNING:
+                self._hash_meanwhile(write)
+            else:
                 self._ended(transfer)
+
+    def _hash_meanwhile(self, write: Write) -> None:
+        """Have the checksums ready when the write ends; what goes wrong here does so again there."""
+        with contextlib.suppress(PdOffloadError):
+            for slot in write.slots:
+                self._region.checksum(slot)
 
     def forget(self, target: Target) -> bool:
         """Let go of the connection to a peer, when no write to it is under way. False as in `post`."""
