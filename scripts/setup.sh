@@ -30,7 +30,7 @@ install() {
 
 install_packages() {
     count=$(grep -c == requirements/test.txt)
-    echo "set-up: installing $count pinned packages into $venv (about 3 minutes, 2 GB; log: $log)"
+    echo "set-up: installing $count pinned packages into $venv (about 4 minutes, 3 GB; log: $log)"
     : >"$log"
     # A finished environment of other pins is thrown away, since what it has too much may break an
     # import. An unfinished one is continued.
