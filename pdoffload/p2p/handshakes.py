@@ -109,10 +109,10 @@ class Handshakes:
         session.asker.wait()
         if session.ours or session.state.closed:
             return not session.state.closed
-        # Stock vLLM takes a second connect for a fault: begin anew, once nothing is under way.
+        # Stock vLLM takes a second connect for a fault: begin anew, once nothing is under way. Not at once:
+        # its ROUTER is deaf to a new connection under a name while it has not read the old one to the end.
         if not session.asker.under_way(session.introduced):
-            reason = "our receiving agent is replaced"
-            self._sessions.drop(session, reason, tell=True, backoff=False)
+            self._sessions.drop(session, "our receiving agent is replaced", tell=True)
         return False
 
     def on_ack(self, session: Session, message: ConnectAck) -> None:

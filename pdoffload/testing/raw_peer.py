@@ -22,15 +22,12 @@ LINGER_MS = 1000
 class RawPeer:
     """Listens at a port of its own, and talks to one engine at a time. Nothing is checked."""
 
-    def __init__(
-        self, identity: bytes | None = None, *, settings: dict[int, bytes | int] | None = None
-    ) -> None:
-        """`identity`: what it calls itself, if not by its own address. `settings`: more socket options."""
-        self._settings = settings or {}
+    def __init__(self, identity: bytes | None = None, *, handover: bool = True) -> None:
+        """`identity`: what it calls itself, if not by its own address. `handover`: whether a connection
+        under a name that is known replaces the other one; stock vLLM does without, and is deaf to it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        # As every peer's: who comes again under its name replaces itself.
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
         self.address = Address(HOST, self._router.bind_to_random_port(f"tcp://{HOST}"))
         self.identity = self.address.identity if identity is None else identity
         self._dealer: zmq.Socket[bytes] | None = None
@@ -50,8 +47,6 @@ class RawPeer:
         self._dealer = dealer = self._context.socket(zmq.DEALER)
         if self.identity:
             dealer.setsockopt(zmq.ROUTING_ID, self.identity)
-        for option, value in self._settings.items():
-            dealer.setsockopt(option, value)
         dealer.connect(f"tcp://{engine}")
 
     def hang_up(self) -> None:

@@ -12,6 +12,8 @@ import xxhash
 
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import MemoryKind, pieces
+from pdoffload.clock import SYSTEM_CLOCK
+from pdoffload.config import Verify
 from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
 from pdoffload.p2p.terms import Deadlines
@@ -122,7 +124,7 @@ class RawProducer:
         while passed_s < limit_s and not self.engine.pulled(self.id).ended:
             self.engine.advance(1.0)
             self.engine.step()
-            self.raw.listen()
+            SYSTEM_CLOCK.sleep(0.005)
             passed_s += 1.0
 
 
@@ -337,6 +339,25 @@ def test_bytes_that_the_producer_cannot_call_back_keep_their_slots_until_the_age
         peer=producer.peer,
     )
     assert producer.agent.wait(transfer).error is not None
+
+
+def test_stock_vllm_hears_of_another_receiving_agent_in_a_new_session(engine: PeerEngine) -> None:
+    options = EngineOptions(chunk_bytes=CHUNK_BYTES, verify=Verify.IF_PRESENT)
+    consumer = PeerEngine(options, open_agent=open_fake_agent)
+    with RawPeer(handover=False) as raw:
+        stock = RawProducer(raw, consumer, "remote_prefiller")
+        raw.say(type="connect_ack", peer_id=str(raw.address))
+        stock.hear("fetch")
+        # It does not answer: what it may still write is kept away from the slots by another agent.
+        stock.let_pass(DEADLINES.load_timeout_s + DEADLINES.abort_timeout_s + 2)
+        assert stock.ended() == 0
+        at_rest(consumer)
+        # It reads that the session is over some time later, as a busy engine does.
+        stock.hear("disconnect")
+        consumer.advance(AFTER_BACKOFF_S)
+        consumer.want("next", {"remote_prefiller": source(raw.address, "next")}, stock.chunks)
+        stock.hear("connect")
+    consumer.close()
 
 
 def test_a_producer_that_does_not_read_what_it_is_asked_costs_deadlines_and_no_memory(
