@@ -145,7 +145,8 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        code = self.end()
+        assert code in (0, -signal.SIGKILL), f"{self!r} ended with {code}"
 
     # --- what its engine does ---
 

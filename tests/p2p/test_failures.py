@@ -43,10 +43,11 @@ _numbers = itertools.count()
 
 
 class Way(enum.Enum):
-    """How a process fails; a frozen one goes on when all deadlines have passed."""
+    """How a process fails."""
 
     KILLED = "killed"
-    FROZEN = "frozen"
+    FROZEN = "frozen until all deadlines have passed"
+    PAUSED = "frozen for a moment"
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,13 @@ def chunks() -> Chunks:
     return Chunks(f"prompt {next(_numbers)}", COUNT)
 
 
+def parked(producer: EngineProcess, consumer: EngineProcess, chunks: Chunks) -> None:
+    """Have the producer wait for chunks that a consumer has fetched."""
+    before = producer.look().received.get("Fetch", 0)
+    consumer.want(PULL, producer, chunks.name, chunks)
+    producer.until(lambda: producer.look().received.get("Fetch", 0) > before, "a fetch")
+
+
 PRODUCER_STAGES = {
     "before connect": None,
     "before connect_ack": Stage.CONNECT_COMES,
@@ -106,9 +114,10 @@ PRODUCER_STAGES = {
     "in the write": Stage.WRITE_RUNS,
     "after the write": Stage.WRITE_ENDED,
 }
+ways = pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
 
 
-@pytest.mark.parametrize("way", Way)
+@ways
 @pytest.mark.parametrize("stage", PRODUCER_STAGES.values(), ids=PRODUCER_STAGES)
 def test_a_producer_fails_and_its_consumer_computes(
     stage: Stage | None, way: Way, steady: EngineProcess, victim: EngineProcess, chunks: Chunks
@@ -120,66 +129,107 @@ def test_a_producer_fails_and_its_consumer_computes(
         victim.halt_at(stage)
     steady.want(ASK, victim, chunks.name, chunks)
     victim.halted()
+    fail(way, victim, steady, chunks)
+
+
+@ways
+def test_a_producer_fails_while_demand_is_parked_there(
+    way: Way, steady: EngineProcess, victim: EngineProcess, chunks: Chunks
+) -> None:
+    parked(victim, steady, chunks)
+    victim.stop()
+    if way is Way.PAUSED:
+        victim.go_on()
+        victim.keep(chunks.name, chunks)
+    fail(way, victim, steady, chunks)
+
+
+def fail(way: Way, victim: EngineProcess, steady: EngineProcess, chunks: Chunks) -> None:
+    """The victim, which has stopped, fails; what the steady engine wants of it ends as it should."""
     if way is Way.KILLED:
         victim.kill()
-    else:
+    elif way is Way.FROZEN:
         steady.let_pass(lambda: steady.tell(chunks.name).ended, "the end of a pull", GIVEN_UP_S)
+    else:
+        victim.go_on()
     pulled = steady.pulled(chunks.name)
-    assert pulled.num_loaded == pulled.num_right < COUNT
+    assert pulled.num_right == pulled.num_loaded
+    assert (pulled.num_right == COUNT) == (way is Way.PAUSED)
     steady.at_rest()
-    if way is Way.FROZEN:
+    if way is not Way.KILLED:
         victim.go_on()
         victim.at_rest()
         steady.advance(AFTER_BACKOFF_S)
         steady.works_with(victim)
 
 
+def test_a_producer_is_gone_when_it_is_asked_again(
+    steady: EngineProcess, victim: EngineProcess, chunks: Chunks
+) -> None:
+    steady.works_with(victim)
+    victim.kill()
+    for role in (ASK, PULL):
+        assert steady.pull(role, victim, f"{chunks.name} {role}", chunks).num_loaded == 0
+
+
 CONSUMER_STAGES = {
     "after the handshake": Stage.ACK_COMES,
     "after the lookup": Stage.ANSWER_COMES,
-    "while its demand is parked": None,
     "in the write": Stage.WRITE_RUNS,
     "after the write": Stage.DONE_COMES,
 }
 
 
-@pytest.mark.parametrize("way", Way)
+@ways
 @pytest.mark.parametrize("stage", CONSUMER_STAGES.values(), ids=CONSUMER_STAGES)
 def test_a_consumer_fails_and_its_producer_lets_go(
-    stage: Stage | None, way: Way, steady: EngineProcess, victim: EngineProcess, chunks: Chunks
+    stage: Stage, way: Way, steady: EngineProcess, victim: EngineProcess, chunks: Chunks
 ) -> None:
-    before = steady.look()
-    fetches = before.received.get("Fetch", 0)
-    if stage is None:
-        victim.want(PULL, steady, chunks.name, chunks)
-        steady.until(lambda: steady.look().received.get("Fetch", 0) > fetches, "a fetch")
-        victim.stop()
-    else:
-        steady.hold(chunks)
-        stops_first = steady if stage is Stage.WRITE_RUNS else victim
-        stops_first.halt_at(stage)
-        victim.want(ASK, steady, chunks.name, chunks)
-        stops_first.halted()
-        victim.stop()
+    steady.hold(chunks)
+    stops_first = steady if stage is Stage.WRITE_RUNS else victim
+    stops_first.halt_at(stage)
+    victim.want(ASK, steady, chunks.name, chunks)
+    stops_first.halted()
+    victim.stop()
     if way is Way.KILLED:
         victim.kill()
     steady.go_on()
     if way is Way.FROZEN:
-        expired = before.peers.store_deadlines
-
-        def lets_go() -> bool:
-            seen = steady.look()
-            return not seen.num_lent and (stage is not None or seen.peers.store_deadlines > expired)
-
-        steady.let_pass(lets_go, "the end of what was held", LET_GO_S)
-    steady.at_rest()
-    if way is Way.FROZEN:
+        steady.let_pass(lambda: not steady.look().num_lent, "the end of a loan", LET_GO_S)
+    if way is not Way.KILLED:
         victim.go_on()
         pulled = victim.pulled(chunks.name)
-        assert pulled.num_loaded == pulled.num_right
+        assert pulled.num_right == pulled.num_loaded
+        assert pulled.num_right == COUNT or way is Way.FROZEN
         victim.at_rest()
         victim.advance(AFTER_BACKOFF_S)
         victim.works_with(steady)
+    steady.at_rest()
+
+
+@ways
+def test_a_consumer_fails_while_its_demand_is_parked(
+    way: Way, steady: EngineProcess, victim: EngineProcess, chunks: Chunks
+) -> None:
+    expired = steady.look().peers.store_deadlines
+    parked(steady, victim, chunks)
+    victim.stop()
+    if way is Way.KILLED:
+        victim.kill()
+    elif way is Way.FROZEN:
+        steady.let_pass(
+            lambda: steady.look().peers.store_deadlines > expired, "a deadline", LET_GO_S
+        )
+    steady.keep(chunks.name, chunks)
+    if way is Way.KILLED:
+        # Kept for whoever comes in its place, but not for ever.
+        bound_s = DEADLINES.unbound_store_timeout_s
+        steady.let_pass(lambda: not steady.look().num_lent, "the end of a keep", bound_s)
+        return
+    victim.go_on()
+    assert victim.pulled(chunks.name).num_right == (COUNT if way is Way.PAUSED else 0)
+    victim.at_rest()
+    steady.let_pass(lambda: not steady.look().num_lent, "the end of a keep", 60)
 
 
 def test_c17_a_producer_restarts_ten_times_under_its_address(
