@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest --import-mode=importlib \
 	-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-fast check format clean
+.PHONY: help setup model demo demo-pd test test-fast check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ model: setup ## make the demo's model (once)
 
 demo: model ## serve a model, offload its KV cache, get it back from memory and from disk
 	@$(BIN)/pdoffload demo $(MODEL) --work-dir .cache/demo
+
+demo-pd: model ## serve a model twice: a decoder takes its KV cache from a prefiller
+	@$(BIN)/pdoffload demo-pd $(MODEL) --work-dir .cache/demo
 
 test: model ## every test, those with a real vLLM included
 	@$(BIN)/python scripts/fetch_vllm_033.py || true

@@ -1,4 +1,4 @@
-"""The command line: `pdoffload config`, `pdoffload demo`.
+"""The command line: `pdoffload config`, `pdoffload demo`, `pdoffload demo-pd`.
 
 Commands import what they need when they run, so that `--help` loads neither torch nor vLLM nor NIXL.
 """
@@ -156,19 +156,27 @@ def list_keys(
         _print_table(title, ("key", "default", "allowed", "meaning"), rows)
 
 
+_ModelDir = Annotated[Path, typer.Argument(help="A model checkpoint that vLLM can serve.")]
+_WorkDir = Annotated[
+    Path | None, typer.Option(help="Where chunks and logs go; a temporary directory by default.")
+]
+_Keep = Annotated[bool, typer.Option("--keep", help="Keep chunks and logs afterwards.")]
+
+
 @app.command()
-def demo(
-    model_dir: Annotated[Path, typer.Argument(help="A model checkpoint that vLLM can serve.")],
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where chunks and logs go; a temporary directory by default."),
-    ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep chunks and logs afterwards.")] = False,
-) -> None:
+def demo(model_dir: _ModelDir, work_dir: _WorkDir = None, keep: _Keep = False) -> None:
     """Show a model's KV cache come back from memory and disk."""
     from pdoffload.demo import run
 
     raise typer.Exit(run(model_dir, work_dir, keep))
+
+
+@app.command("demo-pd")
+def demo_pair(model_dir: _ModelDir, work_dir: _WorkDir = None, keep: _Keep = False) -> None:
+    """Show a decoder take its KV cache from a prefiller."""
+    from pdoffload.demo import run_pair
+
+    raise typer.Exit(run_pair(model_dir, work_dir, keep))
 
 
 if __name__ == "__main__":

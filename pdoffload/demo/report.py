@@ -17,9 +17,10 @@ from rich.status import Status
 from rich.table import Table
 
 from pdoffload.clock import SYSTEM_CLOCK, Clock
-from pdoffload.demo.verdict import Result, Step
+from pdoffload.demo.verdict import Outcome, Step, ms_text, size_text
 
 _PLAIN_WIDTH = 110
+_NUMBERS = {3: "three", 4: "four"}
 
 
 class Report:
@@ -63,27 +64,34 @@ class Report:
             room = max(20, self.console.width - len(self._phase) - 8)
             self._status.update(f"[bold]{escape(self._phase)}[/]  [dim]{escape(text[:room])}[/]")
 
-    def table(self, result: Result) -> None:
-        """The three steps side by side."""
-        table = Table(box=SIMPLE_HEAD, title="One prompt, three ways", title_style="bold")
+    def table(self, outcome: Outcome) -> None:
+        """The steps side by side."""
+        table = Table(box=SIMPLE_HEAD, title=outcome.title, title_style="bold")
         table.add_column("step")
         table.add_column("prefix from", style="cyan")
-        for column in ("TTFT", "speed-up", "tokens reused", "to device", "from disk", "verified"):
+        figures = (
+            "TTFT",
+            "speed-up",
+            "tokens reused",
+            "to device",
+            outcome.tier_column,
+            "verified",
+        )
+        for column in figures:
             table.add_column(column, justify="right")
-        for step in result.steps:
-            table.add_row(*_row(step, result.cold))
+        for step in outcome.steps:
+            table.add_row(*_row(step, outcome.steps[0]))
         self.console.print()
         self.console.print(table)
 
-    def passed(self, result: Result, kept: Path | None) -> None:
+    def passed(self, outcome: Outcome, kept: Path | None) -> None:
         """The closing sentences of a demo that held."""
-        text = " ".join(result.cold.completion.text.split())
+        text = " ".join(outcome.steps[0].completion.text.split())
         write = self.console.print
-        write(f"[green]All three completions are identical:[/] [italic]{escape(text)}[/]")
-        write(
-            f"On disk while no server ran: {result.files} chunk files, {_size(result.file_bytes)}. "
-            f"The kernel fetched {_size(result.disk.physical_bytes)} from the device for the last step."
-        )
+        number = _NUMBERS[len(outcome.steps)]
+        write(f"[green]All {number} completions are identical:[/] [italic]{escape(text)}[/]")
+        for sentence in outcome.sentences():
+            write(escape(sentence))
         if kept is not None:
             write(f"Chunks and logs are kept in {escape(str(kept))}", soft_wrap=True)
 
@@ -95,19 +103,17 @@ class Report:
 
 
 def _row(step: Step, cold: Step) -> tuple[str, ...]:
-    ttft_s = step.completion.ttft_s
-    speed_up = "" if step is cold else f"[bold green]{cold.completion.ttft_s / ttft_s:.1f}x[/]"
+    speed_up = ""
+    if step.restored_tokens:
+        times = cold.completion.ttft_s / step.completion.ttft_s
+        speed_up = f"[bold green]{times:.1f}x[/]"
     return (
         step.name,
         step.source,
-        f"{1000 * ttft_s:,.0f} ms",
+        ms_text(step.completion.ttft_s),
         speed_up,
         f"{step.restored_tokens:,} / {step.completion.prompt_tokens:,}",
-        _size(step.host_bytes),
-        _size(step.disk_bytes),
-        f"{step.verified_chunks} / {step.disk_chunks}" if step.disk_chunks else "-",
+        size_text(step.host_bytes),
+        size_text(step.tier_bytes),
+        f"{step.verified_chunks} / {step.tier_chunks}" if step.tier_chunks else "-",
     )
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes else "-"

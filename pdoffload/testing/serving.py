@@ -58,12 +58,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_gib: int = 1
     dtype: str = "auto"
     tensor_parallel: int = 1
+    cpus: tuple[int, ...] = ()
+    """Where the model computes; empty: every CPU of ours. Give servers that work at the same time `shares`
+    of them: a thread that waits at a barrier for one without a CPU makes both many times slower."""
     extra_args: tuple[str, ...] = ()
     env: dict[str, str] = {}
     """Added to the child's environment last."""
     namespace: NetworkNamespace | None = None
     """Where the server's sockets live. Its HTTP is then on a Unix socket, which needs no network."""
-    start_timeout_s: float = 240.0
+    start_timeout_s: float = 600.0
 
     def arguments(self, port: int) -> list[str]:
         """The command line, for the loopback `port`."""
@@ -99,7 +102,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache is a development route
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": threads_bind(
-                sorted(os.sched_getaffinity(0)), self.tensor_parallel
+                self.cpus or shares(1)[0], self.tensor_parallel
             ),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -109,6 +112,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             # vLLM finds its own address by asking for the route to a public one; none is here.
             env["VLLM_HOST_IP"] = self.namespace.address
         return env | self.env
+
+
+def shares(num_servers: int) -> list[tuple[int, ...]]:
+    """Our CPUs, split evenly among servers; where there are fewer CPUs than servers, all for each."""
+    cpus = sorted(os.sched_getaffinity(0))
+    size = len(cpus) // num_servers or len(cpus)
+    starts = [index * size % len(cpus) for index in range(num_servers)]
+    return [tuple(cpus[start : start + size]) for start in starts]
 
 
 def threads_bind(cpus: Sequence[int], num_ranks: int) -> str:

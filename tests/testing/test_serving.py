@@ -17,7 +17,13 @@ from pdoffload.errors import MisuseError
 from pdoffload.testing import netns, processes
 from pdoffload.testing.netns import NetworkNamespace
 from pdoffload.testing.openai_api import ApiError
-from pdoffload.testing.serving import ServeOptions, ServerFailed, VllmServer, threads_bind
+from pdoffload.testing.serving import (
+    ServeOptions,
+    ServerFailed,
+    VllmServer,
+    shares,
+    threads_bind,
+)
 
 STAND_IN = """
 import http.server, json, mmap, os, signal, socket, subprocess, sys
@@ -365,3 +371,28 @@ def test_a_server_ends_with_the_process_that_started_it(build: Build, tmp_path: 
 )
 def test_cpus_are_split_evenly_among_ranks(cpus: list[int], num_ranks: int, bind: str) -> None:
     assert threads_bind(cpus, num_ranks) == bind
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_servers", "split"),
+    [
+        ({0, 1}, 1, [(0, 1)]),
+        ({0, 1}, 2, [(0,), (1,)]),
+        ({3, 5, 7, 8, 9}, 2, [(3, 5), (7, 8)]),
+        ({4}, 2, [(4,), (4,)]),
+        ({0, 1}, 3, [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_cpus_are_split_evenly_among_servers(
+    cpus: set[int],
+    num_servers: int,
+    split: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
+    assert shares(num_servers) == split
+
+
+def test_a_server_computes_on_the_cpus_it_was_given(tmp_path: Path) -> None:
+    options = ServeOptions(model_dir=tmp_path, cpus=(4, 5), tensor_parallel=2)
+    assert options.environment()["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
