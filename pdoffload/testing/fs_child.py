@@ -21,8 +21,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ import msgspec
 
 from pdoffload.errors import MisuseError, PdOffloadError, StorageError
 from pdoffload.testing.agents import FakeAgent
+from pdoffload.testing.child import LineChild
 from pdoffload.testing.fs_rig import FsRig, open_fs
 from pdoffload.testing.tier_rig import filled_region, keys_of
 from pdoffload.tiers.base import JobResult, Lookup
@@ -39,51 +38,15 @@ CHUNK_BYTES = 8192
 SLOTS = 128
 
 
-class FsChild:
-    """The parent's end: starts the process and talks to it."""
+class FsChild(LineChild):
+    """The parent's end."""
 
     def __init__(self, root: Path, *, nixl: bool = False, set_up: str = "") -> None:
         """`set_up` is Python that runs in the child first, to set a limit say."""
         code = f"{set_up}\nfrom pdoffload.testing.fs_child import main\nmain()"
-        command = [sys.executable, "-c", code, os.fspath(root), *(["--nixl"] if nixl else [])]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        super().__init__(
+            [sys.executable, "-c", code, os.fspath(root), *(["--nixl"] if nixl else [])]
         )
-
-    def __enter__(self) -> FsChild:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let it end by itself, or kill it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
-
-    def send(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-
-    def answer(self) -> dict[str, Any]:
-        """The next answer. `AssertionError` if the process has ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the process ended with {self.process.wait(30)}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, command: str) -> dict[str, Any]:
-        self.send(command)
-        return self.answer()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
 
 
 def main() -> None:

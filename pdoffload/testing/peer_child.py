@@ -29,7 +29,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import subprocess
 import sys
 from typing import Any
@@ -44,60 +43,21 @@ from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
 from pdoffload.agent.peer import Peer
 from pdoffload.agent.transfer import Transfer
 from pdoffload.errors import PdOffloadError
+from pdoffload.testing.child import LineChild
 
 PAGE = 4096
 _PROGRESS_S = 0.0002
 
 
-class PeerChild:
-    """The parent's end: starts the process and talks to it. `env` is added to this process's own."""
+class PeerChild(LineChild):
+    """The parent's end. `env` is added to this process's own."""
 
     def __init__(self, size_bytes: int, **env: str) -> None:
-        self.process = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-m", "pdoffload.testing.peer_child", str(size_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+            stderr=subprocess.DEVNULL,
         )
-
-    def __enter__(self) -> PeerChild:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let it end by itself, or kill it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
-
-    def send(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-
-    def answer(self) -> dict[str, Any]:
-        """The next answer. `AssertionError` if the process has ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the process ended with {self.process.wait(30)}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, command: str) -> dict[str, Any]:
-        self.send(command)
-        return self.answer()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait()
 
 
 class _Child:

@@ -62,7 +62,7 @@ def test_c04_one_of_two_writers_is_killed_midway(tmp_path: Path) -> None:
             for child in (one, two) if number <= 10 else (one,):
                 child.send(f"store round{number} 32")
             if number == 10:
-                two.kill()
+                two.signal(signal.SIGKILL)
             elif number < 10:
                 assert two.answer()["succeeded"] == 32
             assert one.answer()["succeeded"] == 32
