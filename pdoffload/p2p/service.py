@@ -13,6 +13,7 @@ the pool lends.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -38,6 +39,12 @@ _WAIT_S = 60.0
 """The longest sleep when nothing is due. A wake-up a minute costs nothing and hides no lost one."""
 _AFTER_AN_ERROR_S = 0.1
 """An error that comes with every turn must not take a core, nor fill a disk with log."""
+
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that runs Python may keep the interpreter from the others that want it, from the first
+service of a process on. By Python's default, 5 ms, a peer would wait so long at each of a dozen hand-overs
+whenever the engine's thread computes in Python (docs/decisions/0010-peers-and-the-interpreter-lock.md)."""
 
 
 class PeerService:
@@ -87,6 +94,7 @@ class PeerService:
             clock=clock,
         )
         self._thread = threading.Thread(target=self._run, name="pdoffload-p2p-control", daemon=True)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         lender.listen(self._on_arrivals)
         self._thread.start()
 
