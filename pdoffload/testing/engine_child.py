@@ -21,7 +21,7 @@ from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.nixl import NixlAgent, NixlDriver
 from pdoffload.agent.peer import Peer
 from pdoffload.agent.transfer import Transfer, TransferState
-from pdoffload.clock import Clock
+from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.link import Down, Link, Received
 from pdoffload.p2p.messages import (
@@ -54,6 +54,8 @@ from pdoffload.testing.engine_process import (
 from pdoffload.testing.peer_engine import EngineOptions, PeerEngine
 
 _STEP_S = 0.001
+_PAUSE_S = 0.0005
+_TURNS_S = 2.0
 _COMING: dict[type[Message], Stage] = {
     Connect: Stage.CONNECT_COMES,
     ConnectAck: Stage.ACK_COMES,
@@ -71,6 +73,8 @@ class _Halts:
     def __init__(self) -> None:
         self.stage: Stage | None = None
         self.received: Counter[str] = Counter()
+        self.turns = 0
+        """Of the service's thread so far."""
 
     def reached(self, stage: Stage | None) -> None:
         if stage is not None and stage is self.stage:
@@ -84,6 +88,7 @@ class _HaltingLink(Link):
     halts: _Halts
 
     def poll(self, timeout_s: float | None) -> Iterator[Received | Down]:
+        self.halts.turns += 1
         for event in super().poll(timeout_s):
             if isinstance(event, Received):
                 kind = type(decode(event.frame))
@@ -186,7 +191,8 @@ class _Child:
             case Halt(stage):
                 self._halts.stage = stage
             case Advance(duration_s):
-                return engine.advance(duration_s)
+                engine.advance(duration_s)
+                self._await_turns()
             case Look():
                 return msgspec.structs.replace(
                     engine.look(), log=self._log.take(), received=dict(self._halts.received)
@@ -195,6 +201,16 @@ class _Child:
                 engine.close(timeout_s)
                 return [thread.name for thread in threading.enumerate()]
         return None
+
+    def _await_turns(self) -> None:
+        """Let the service's thread see that time has passed: its next deadlines are counted from there."""
+        give_up_s = SYSTEM_CLOCK.monotonic_s() + _TURNS_S
+        # The one that is under way may have looked at the clock before.
+        for _ in range(2):
+            before = self._halts.turns
+            self._engine.advance(0.0)
+            while self._halts.turns == before and SYSTEM_CLOCK.monotonic_s() < give_up_s:
+                SYSTEM_CLOCK.sleep(_PAUSE_S)
 
 
 def main(connection: socket.socket, encoded: bytes) -> None:
