@@ -294,12 +294,13 @@ class Pulls:
         self._open_to_cma = self._open_to_cma or open_to_cma
         for job_id in [job_id for job_id, agent in self._lost.items() if agent is via]:
             self._lost[job_id] = _CLOSED
-        error = TransferError("our receiving agent was closed")
-        rests = not self._may_still_write()
-        for live in [live for live in self._live.values() if live.via is via]:
+        closed = [live for live in self._live.values() if live.via is via]
+        for live in closed:
             live.via = _CLOSED
-            self._end_rounds(live, PullEvent.AGENT_CLOSED, error, settled=rests)
         self._settle_closed()
+        error, rests = TransferError("our receiving agent was closed"), not self._may_still_write()
+        for live in closed:
+            self._end_rounds(live, PullEvent.AGENT_CLOSED, error, settled=rests)
 
     def _end_rounds(
         self, live: _LivePull, event: PullEvent, error: PdOffloadError, *, settled: bool
