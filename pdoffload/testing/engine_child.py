@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -22,6 +23,7 @@ from pdoffload.agent.nixl import NixlAgent, NixlDriver
 from pdoffload.agent.peer import Peer
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import SYSTEM_CLOCK, Clock
+from pdoffload.errors import BackendUnusable
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.link import Down, Link, Received
 from pdoffload.p2p.messages import (
@@ -211,6 +213,12 @@ class _Child:
             self._engine.advance(0.0)
             while self._halts.turns == before and SYSTEM_CLOCK.monotonic_s() < give_up_s:
                 SYSTEM_CLOCK.sleep(_PAUSE_S)
+
+
+def prepare() -> None:
+    """What is slow the first time and lasts over a fork; nothing where NIXL is missing."""
+    with contextlib.suppress(BackendUnusable):
+        NixlAgent("nursery", [UcxBackend(reach="network")]).close()
 
 
 def main(connection: socket.socket, encoded: bytes) -> None:

@@ -34,7 +34,8 @@ from pdoffload.tiers.base import TierStats
 ANSWER_TIMEOUT_S = 30.0
 PATIENCE_S = 20.0
 _PAUSE_S = 0.002
-_CHILD = "pdoffload.testing.engine_child"
+CHILD = "pdoffload.testing.engine_child"
+"""What a nursery of such processes is made for."""
 
 
 PULL, ASK = "remote_prefiller", "remote_kv_source"
@@ -128,7 +129,7 @@ class EngineProcess:
     def __init__(self, nursery: Nursery, options: EngineOptions) -> None:
         self.options = options
         self._nursery = nursery
-        self.pid, self._socket = nursery.start(_CHILD, msgspec.msgpack.encode(options))
+        self.pid, self._socket = nursery.start(msgspec.msgpack.encode(options))
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._lines = self._socket.makefile("rb")
         told = self._answer(int | str)

@@ -1,11 +1,13 @@
-"""Processes that start in a fraction of a second, because they are forked from one that has imported much.
+"""Processes that start in a fraction of a second, forked from one that has done the slow part.
 
-Importing NIXL takes seconds, most of them PyTorch's. A nursery does it once; no agent is made there, since
-a UCX agent does not survive a fork. Each process gets one end of a socket pair and runs `main` of a module:
+Importing NIXL takes seconds, most of them PyTorch's, and the first agent of a process half a second, in
+which UCX looks at the machine. A nursery does both once; its agent is closed again, since a UCX agent does
+not survive a fork. It imports a module, calls its `prepare()`, and in each process its `main`:
 
     def main(connection: socket.socket, options: bytes) -> None: ...
 
-It dies with the nursery, also while it is stopped. What it prints goes to standard error.
+with one end of a socket pair. A process dies with its nursery, also while it is stopped. What it prints goes
+to standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -34,7 +35,6 @@ _PR_SET_PDEATHSIG = 1
 class _Start(msgspec.Struct, frozen=True, tag=True):
     """Fork a process for the socket that comes along. Answer: its pid."""
 
-    module: str
     options: bytes
 
 
@@ -47,25 +47,26 @@ class _Reap(msgspec.Struct, frozen=True, tag=True):
 class Nursery:
     """The parent's end. One thread; every wait has a deadline."""
 
-    def __init__(self, preload: Iterable[str] = ()) -> None:
-        """`preload` names modules to import first; those that are missing are left out."""
+    def __init__(self, module: str) -> None:
+        """`module` is that whose `prepare` and `main` are called."""
+        self._module = module
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_START_TIMEOUT_S)
         # Their threads would not be there after a fork.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         code = "from pdoffload.testing.nursery import nurse; nurse()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *preload],
+            [sys.executable, "-c", code, module],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **single},
         )
         theirs.close()
 
-    def start(self, module: str, options: bytes) -> tuple[int, socket.socket]:
-        """The pid of a process that runs `module.main`, and this end of its socket pair."""
+    def start(self, options: bytes) -> tuple[int, socket.socket]:
+        """The pid of a process that runs `main`, and this end of its socket pair."""
         ours, theirs = socket.socketpair()
-        order = msgspec.msgpack.encode(_Start(module, options))
+        order = msgspec.msgpack.encode(_Start(options))
         with theirs:
             socket.send_fds(self._control, [order], [theirs.fileno()])
         pid: int = self._answer()
@@ -92,12 +93,11 @@ class Nursery:
 
 def nurse() -> None:
     """The process itself; standard input is its control socket."""
-    for name in sys.argv[1:]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    module = importlib.import_module(sys.argv[1])
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    module.prepare()
     ended: dict[int, int] = {}
     running: set[int] = set()
     orders = msgspec.msgpack.Decoder(_Start | _Reap)
@@ -111,9 +111,7 @@ def nurse() -> None:
             if not pid:
                 control.close()
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                importlib.import_module(order.module).main(
-                    socket.socket(fileno=fds[0]), order.options
-                )
+                module.main(socket.socket(fileno=fds[0]), order.options)
                 return
             os.close(fds[0])
             running.add(pid)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdoffload.p2p.secret import ClusterSecret
+from pdoffload.testing.engine_process import CHILD
 from pdoffload.testing.link_rig import Ends
 from pdoffload.testing.nursery import Nursery
 
@@ -26,6 +27,6 @@ def secret(request: pytest.FixtureRequest) -> ClusterSecret | None:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    made = Nursery(["nixl._api", "pdoffload.testing.engine_child"])
+    made = Nursery(CHILD)
     yield made
     made.close()

@@ -126,7 +126,7 @@ def test_who_has_no_secret_hears_nothing_and_costs_nothing(guarded: PeerEngine) 
     chunks = Chunks("held", COUNT)
     guarded.hold(chunks)
     before = guarded.look()
-    for _ in range(20):
+    for _ in range(5):
         with RawPeer() as raw:
             consumer = RawConsumer(raw, guarded, FakeAgent("raw"))
             refused = guarded.look().peers.logins_refused

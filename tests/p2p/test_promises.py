@@ -201,7 +201,7 @@ def test_c18_hundreds_of_aborts_leave_nothing_and_the_others_succeed(
 ) -> None:
     producer.hold(chunks)
     sizes = []
-    for number in range(300):
+    for number in range(200):
         name = f"{chunks.name} {number}"
         consumer.want(ASK if number % 3 else PULL, producer, name, part(chunks, 0, 1 + number % 5))
         if number % 10 == 9:
