@@ -89,6 +89,31 @@ def test_kept_chunks_outlive_the_producers_pool_and_are_let_go_when_fetched(
     assert consumer.pull(PULL, producer, chunks.name, chunks).num_right == COUNT
 
 
+def test_kept_chunks_are_not_overwritten_by_those_that_want_room(
+    producer: EngineProcess, consumer: EngineProcess, chunks: Chunks
+) -> None:
+    producer.keep(chunks.name, chunks)
+    producer.until(lambda: producer.look().num_lent == COUNT, "chunks to be kept")
+    producer.forget()
+    producer.hold(Chunks(f"{chunks.name}, others", OPTIONS.num_slots - COUNT))
+    assert consumer.pull(PULL, producer, chunks.name, chunks).num_right == COUNT
+
+
+def test_two_consumers_may_fetch_under_one_id(
+    nursery: Nursery, producer: EngineProcess, consumer: EngineProcess, chunks: Chunks
+) -> None:
+    producer.keep(chunks.name, chunks)
+    with EngineProcess(nursery, OPTIONS) as other:
+        assert other.pull(PULL, producer, chunks.name, chunks).num_right == COUNT
+        assert consumer.pull(PULL, producer, chunks.name, chunks).num_right == COUNT
+        other.at_rest()
+        producer.at_rest()
+        # When the chunks are gone, whoever still comes hears so at once.
+        producer.forget()
+        other.forget()
+        assert other.pull(PULL, producer, chunks.name, chunks).num_loaded == 0
+
+
 def test_a_keep_that_nobody_fetches_expires_and_a_late_fetch_is_refused_at_once(
     producer: EngineProcess, consumer: EngineProcess, chunks: Chunks
 ) -> None:
@@ -213,6 +238,25 @@ def test_c18_hundreds_of_aborts_leave_nothing_and_the_others_succeed(
             consumer.forget()
             sizes.append(consumer.look().num_fds)
     assert sizes[-1] <= sizes[0]
+
+
+@pytest.mark.parametrize("stage", [Stage.LOOKUP_COMES, Stage.WRITE_BEGINS, Stage.WRITE_RUNS])
+def test_c22_a_pool_that_is_emptied_under_a_pull_gets_no_late_bytes(
+    stage: Stage, producer: EngineProcess, consumer: EngineProcess, chunks: Chunks
+) -> None:
+    # The request, which waits still, wants its chunks once more: they take twice their room.
+    others = Chunks(f"{chunks.name}, others", OPTIONS.num_slots - 2 * COUNT)
+    producer.hold(chunks)
+    producer.halt_at(stage)
+    consumer.want(ASK, producer, chunks.name, chunks)
+    producer.halted()
+    consumer.forget()
+    # The slots that are free have other bytes when those of the first pull come in.
+    consumer.hold(others)
+    producer.go_on()
+    consumer.pulled(chunks.name)
+    consumer.at_rest()
+    assert consumer.pull(ASK, producer, f"{chunks.name}, proof", others).num_right == others.count
 
 
 # --- bytes ---
