@@ -212,7 +212,11 @@ class Outbound:
         if self._agent is None or peer is None or target in self._transport_told:
             return ""
         self._transport_told.add(target)
-        return self._agent.transport_of(peer)
+        try:
+            return self._agent.transport_of(peer)
+        except BaseException:  # it is only a label; the bytes are there
+            logger.exception("how bytes go to %s cannot be told", target.name)
+            return ""
 
     def _fail(self, write: Write, error: PdOffloadError) -> None:
         """No byte of it moves any more."""

@@ -93,7 +93,6 @@ class FakeReceiver:
         self.incarnation = incarnation
         self.metadata = incarnation.encode()
         self.open_to_cma = False
-        self.open_to_cma = False
         self.stage = Stage.OPENING
         self.error: PdOffloadError | None = None
         self.expected = 0
@@ -200,10 +199,12 @@ class FakeMovers:
 
     def _move(self, write: Write, *, garbled: bool = False) -> bool:
         receiver = self._find(write.serve.target.metadata)
-        if receiver is None or receiver.stage is not Stage.OPEN:
-            # By cma a write that has begun goes on without the other side's agent.
-            if receiver is None or not receiver.open_to_cma or write not in self.adrift:
-                return False
+        if receiver is None:
+            return False
+        # By cma a write that has begun goes on without the other side's agent.
+        by_cma = receiver.open_to_cma and write in self.adrift
+        if receiver.stage is not Stage.OPEN and not by_cma:
+            return False
         for key, slot, index in zip(write.keys, write.slots, write.indexes, strict=True):
             assert self._pool[slot] == key, "a slot on loan has other bytes"
             receiver.land(index, b"garbled" if garbled else self._pool[slot])

@@ -31,6 +31,7 @@ from pdoffload.p2p import handshakes, pulling
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.messages import Connect, ConnectAck, Message, decode, encode
 from pdoffload.p2p.neighbours import UNKNOWN
+from pdoffload.p2p.session import Answering
 from pdoffload.p2p.terms import PeerTerms
 from pdoffload.testing.clock import FakeClock
 from pdoffload.testing.fake_peer import FakePeer, terms_of
@@ -120,7 +121,13 @@ class FakeCluster:
         if start.is_stock or end.is_stock:
             message = without_ours(message)
         self.seen.append((start, end, message))
-        end.exchange.received(start.address, encode(message))
+        session = end.exchange.sessions.get(start.address)
+        is_second = session is not None and session.state.answering is Answering.GUEST
+        if end.is_stock and isinstance(message, Connect) and session is not None and is_second:
+            # Stock vLLM takes it for a fault.
+            end.exchange.sessions.drop(session, "a second connect", tell=True)
+        else:
+            end.exchange.received(start.address, encode(message))
         return True
 
     def tell_downs(self) -> None:
