@@ -279,9 +279,11 @@ class Outbound:
         for state in (self._peers, self._gone, self._transport_told):
             state.clear()
         is_closed = True
+        # What is lost has had its time; only at the service's end may something be under way here.
+        timeout_s = CLOSE_TIMEOUT_S if self._under_way else 0.0
         try:
             if agent is not None:
-                agent.close(timeout_s=CLOSE_TIMEOUT_S)
+                agent.close(timeout_s=timeout_s)
         except BaseException:  # then its bytes may move for ever, and its slots stay lent
             logger.exception("%s: the agent does not close; slots are lost", self._purpose)
             is_closed = False
