@@ -42,7 +42,7 @@ SEAMS = {
     "nixl_cu13": ("agent/nixl.py",),
     "torch": ("memory/device.py", "vllm/"),
     "vllm": ("vllm/",),
-    "zmq": ("p2p/",),
+    "zmq": ("p2p/", "testing/raw_peer.py"),
     # Benchmarks and the demo measure real processes, whose time no fake clock can move.
     "time": ("clock.py", "bench/", "demo.py"),
 }
