@@ -145,7 +145,7 @@ class FakePeer:
     # --- its service ---
 
     def turn(self) -> bool:
-        """One turn: all that has come in, then deadlines, then what follows from it. Whether any had."""
+        """One turn: all that has come in, deadlines, what follows from it. Whether there may be more to do."""
         for receiver in self.opened:
             receiver.advance(may_open=not self.is_slow_to_open)
         has_new = bool(self.inbox)
@@ -159,7 +159,8 @@ class FakePeer:
         for news in self.exchange.take_news():
             self.news.append(news)
             self._hear(news)
-        return has_new
+        may_open = not self.is_slow_to_open
+        return has_new or any(each.is_about_to(may_open=may_open) for each in self.opened)
 
     def _open_receiver(self, incarnation: str) -> FakeReceiver:
         receiver = FakeReceiver(incarnation, self.inbox.append, self._land)

@@ -119,6 +119,11 @@ class FakeReceiver:
         self.error = error
         self._become(Stage.FAILED if self.stage is Stage.OPENING else Stage.CLOSED)
 
+    def is_about_to(self, *, may_open: bool = True) -> bool:
+        """Whether `advance` would do something."""
+        opens = self.stage is Stage.OPENING and may_open
+        return opens or (self.stage is Stage.OPEN and self.retired)
+
     def advance(self, *, may_open: bool = True) -> None:
         """Open if it is to be opened, close if it is retired."""
         if self.stage is Stage.OPENING and may_open:
