@@ -7,6 +7,7 @@ on or kills it. What runs in the process: `pdoffload.testing.engine_child`.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import os
@@ -132,15 +133,17 @@ class EngineProcess:
         self.pid, self._socket = nursery.start(msgspec.msgpack.encode(options))
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._lines = self._socket.makefile("rb")
-        told = self._answer(int | str)
-        assert isinstance(told, int), told
-        self.address = Address(HOST, told)
+        try:
+            self.address = Address(HOST, self._answer(int))
+        except AssertionError:
+            self.hang_up()
+            raise
         self._counted = TierStats()
         self.logged: list[str] = []
         """What it has logged at INFO or above until the last look."""
 
     def __repr__(self) -> str:
-        return f"<EngineProcess {self.pid} at {self.address}>"
+        return f"<EngineProcess {self.pid}>"
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +219,10 @@ class EngineProcess:
         return left
 
     def ask(self, command: Command, kind: Any = None) -> Any:
-        self._socket.sendall(msgspec.json.encode(command) + b"\n")
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # told by the answer's lack
+            self._socket.sendall(msgspec.json.encode(command) + b"\n")
         return self._answer(kind)
 
     def works_with(self, producer: EngineProcess) -> None:
@@ -284,8 +290,7 @@ class EngineProcess:
 
     def end(self) -> int:
         """Let it end by itself; how it did. One that does not is killed."""
-        self._lines.close()
-        self._socket.close()
+        self.hang_up()
         code = self._nursery.exit_code(self.pid, 0.0)
         if code is None:
             self.go_on()
@@ -295,10 +300,17 @@ class EngineProcess:
             raise AssertionError(f"{self!r} did not end by itself")
         return code
 
+    def hang_up(self) -> None:
+        """Close the connection to it: it ends as soon as it sees that."""
+        self._lines.close()
+        self._socket.close()
+
     def _state(self) -> str:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def _answer(self, kind: Any) -> Any:
-        line = self._lines.readline()
+        line = b""
+        with contextlib.suppress(ConnectionResetError):
+            line = self._lines.readline()
         assert line, f"{self!r} ended with {self._nursery.exit_code(self.pid, PATIENCE_S)}"
         return msgspec.json.decode(line, type=kind)
