@@ -20,11 +20,12 @@ def offloading(
     tier: dict[str, Any] | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """A kv-transfer-config: the host pool, and an fs tier where `root_dir` is given."""
+    """A kv-transfer-config: the host pool, and `tier`; an fs tier where `root_dir` is given."""
     settings: dict[str, Any] = {"cpu_bytes_to_use": 256 * MiB, **extra}
     if root_dir is not None:
-        table = {"type": "fs", "root_dir": str(root_dir), "min_free_bytes": MiB, **(tier or {})}
-        settings |= {"spec_name": "NixlTieringOffloadingSpec", "secondary_tiers": [table]}
+        tier = {"type": "fs", "root_dir": str(root_dir), "min_free_bytes": MiB, **(tier or {})}
+    if tier is not None:
+        settings |= {"spec_name": "NixlTieringOffloadingSpec", "secondary_tiers": [tier]}
     if spec is not None:
         settings["spec_name"] = spec
     config = {
@@ -38,6 +39,23 @@ def offloading(
     else:
         settings["spec_module_path"] = "pdoffload.vllm"
     return config
+
+
+def beside_nixl(ours: dict[str, Any]) -> dict[str, Any]:
+    """A kv-transfer-config: vLLM's NixlConnector, which is asked first, and `ours` beside it."""
+    # One thread, not four: each of them spins, and there are two cores for everybody.
+    main = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": 1},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [main, ours]},
+    }
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
