@@ -145,7 +145,7 @@ class FakePeer:
     # --- its service ---
 
     def turn(self) -> bool:
-        """One turn: all that has come in, deadlines, what follows from it. Whether there may be more to do."""
+        """One turn: all that has come in, deadlines, what follows. Whether there may be more to do."""
         for receiver in self.opened:
             receiver.advance(may_open=not self.is_slow_to_open)
         has_new = bool(self.inbox)

@@ -201,6 +201,15 @@ def test_without_a_receiving_agent_only_what_is_under_way_goes_on(asker: Asker) 
     assert asker.under_way(AGENT) == 1
 
 
+def test_nothing_is_asked_by_an_agent_that_is_closed(asker: Asker) -> None:
+    admitted(asker).settle(object(), open_to_cma=False)
+    assert asker.via is AGENT
+    asker.settle(AGENT, open_to_cma=False)
+    asker.ask("id", [A], 0.0)
+    assert asker.take_messages() == []
+    assert asker.via is None
+
+
 def test_a_live_job_cannot_be_pulled_again(asker: Asker) -> None:
     asker.pull(pull(1, A), 0.0)
     with pytest.raises(MisuseError, match="pull 1 is live"):

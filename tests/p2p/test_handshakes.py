@@ -145,6 +145,27 @@ def test_the_back_off_doubles_and_ends_with_a_word_of_the_peer(
     assert not sessions.why_not(producer.address)
 
 
+def test_a_peer_that_takes_no_message_is_not_waited_for(
+    cluster: FakeCluster, producer: FakePeer, consumer: FakePeer
+) -> None:
+    consumer.hold(KEYS[5:])
+    producer.ask(consumer, "id", KEYS[5:])
+    cluster.run()
+    job = producer.pull(consumer, "id", keys_of("opens an agent"))
+    cluster.run()
+    consumer.is_slow_to_open = True
+    consumer.receivers.current()
+    consumer.is_slow_to_open = False
+    cluster.run()
+    consumer.wire.is_full = True
+    consumer.ask(producer, "id", KEYS[:1])
+    refused = consumer.pull(producer, "id", KEYS[:1])
+    cluster.run()
+    assert consumer.answers == {("id", KEYS[0]): False}
+    assert len(consumer.ended[refused].failed) == 1
+    assert job in producer.ended
+
+
 def test_an_old_failure_is_forgotten(
     cluster: FakeCluster, producer: FakePeer, consumer: FakePeer
 ) -> None:
