@@ -105,7 +105,6 @@ def peering_table(host: str, port: int, secret_file: Path, **table: Any) -> dict
         "cluster_secret_file": str(secret_file),
         "load_timeout_s": 60,
         "store_timeout_s": 60,
-        "store_timeout_s": 60,
         "abort_timeout_s": 3,
         **table,
     }
