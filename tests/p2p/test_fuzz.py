@@ -49,6 +49,7 @@ def connects(draw: st.DrawFn) -> Connect:
         hash_seed=draw(texts),
         incarnation=draw(texts),
         guards=draw(st.dictionaries(texts, texts, max_size=2)),
+        process=draw(texts),
     )
 
 
@@ -122,7 +123,7 @@ def test_every_message_round_trips_and_another_reader_sees_the_same_fields(
         assert value == (list(own) if isinstance(own, tuple) else own)
     # What is left out is what has a default, and has it.
     left_out = set(message.__struct_fields__) - fields.keys()
-    assert left_out <= {"incarnation", "guards", "checksums", "settled", "reason"}
+    assert left_out <= {"incarnation", "guards", "process", "checksums", "settled", "reason"}
     assert decode(msgpack.packb(fields | {"type": message.__struct_config__.tag})) == message
 
 

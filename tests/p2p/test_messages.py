@@ -66,15 +66,17 @@ ON_THE_WIRE: list[tuple[Message, dict[str, Any]]] = [
             hash_seed="",
             incarnation="a1",
             guards={"hash_algo": '"sha256"'},
+            process="p",
         ),
         CONNECT_FIELDS
         | {"base_addr": 0, "num_blocks": 1, "block_len": 1, "config_fingerprint": ""}
-        | {"hash_seed": "", "incarnation": "a1", "guards": {"hash_algo": '"sha256"'}},
+        | {"hash_seed": "", "incarnation": "a1", "guards": {"hash_algo": '"sha256"'}}
+        | {"process": "p"},
     ),
     (ConnectAck("node-b:5710"), {"type": "connect_ack", "peer_id": "node-b:5710"}),
     (
-        ConnectAck("node-b:5710", "a1"),
-        {"type": "connect_ack", "peer_id": "node-b:5710", "incarnation": "a1"},
+        ConnectAck("node-b:5710", "a1", "p"),
+        {"type": "connect_ack", "peer_id": "node-b:5710", "incarnation": "a1", "process": "p"},
     ),
     (
         Lookup("r1", KEYS, 0),
@@ -136,7 +138,7 @@ def test_fields_that_nobody_knows_are_ignored(message: Message, fields: dict[str
 def test_a_message_without_one_of_its_fields_is_refused_by_name(
     message: Message, fields: dict[str, Any]
 ) -> None:
-    optional = {"incarnation", "guards", "checksums", "settled", "reason"}
+    optional = {"incarnation", "guards", "process", "checksums", "settled", "reason"}
     for name in fields.keys() - optional:
         with pytest.raises(WireError, match=name):
             decode(msgpack.packb({key: fields[key] for key in fields if key != name}))
