@@ -39,6 +39,8 @@ class _Keep:
         self.expires_s = math.inf
         """A request that waits for its turn has offered nothing, and holds nothing."""
         self.bound = False
+        self.released = False
+        """The peer has said that it is done."""
         self.loans: dict[BlockKey, int] = {}
         self.awaited: set[BlockKey] = set()
 
@@ -84,6 +86,7 @@ class Keeping:
         keep = self._keeps.setdefault(kv_request_id, _Keep())
         keep.requests += 1
         keep.bound = fetched
+        keep.released = False
         if not keep.loans:
             keep.expires_s = math.inf
 
@@ -109,6 +112,7 @@ class Keeping:
             keep.requests = max(0, keep.requests - 1)
             if not keep.requests:
                 keep.expires_s = min(keep.expires_s, now_s + self._timeout_s)
+                self._forget_if_over(kv_request_id, keep)
 
     def bind(
         self, kv_request_id: str, keys: Sequence[BlockKey], now_s: float, *, only: bool
@@ -137,7 +141,8 @@ class Keeping:
         keep = self._keeps.get(kv_request_id)
         if keep is not None:
             self._let_go(keep)
-            keep.bound = True
+            keep.bound = keep.released = True
+            self._forget_if_over(kv_request_id, keep)
 
     def tick(self, now_s: float) -> list[str]:
         """Let go of what nobody fetched in time; the ids under which something was kept. Forget old ones."""
@@ -175,6 +180,10 @@ class Keeping:
         """Every slot on loan here, once per loan; for tests."""
         for keep in self._keeps.values():
             yield from keep.loans.values()
+
+    def _forget_if_over(self, kv_request_id: str, keep: _Keep) -> None:
+        if keep.released and not keep.requests:
+            del self._keeps[kv_request_id]
 
     def _let_go(self, keep: _Keep) -> None:
         self._watches.drop(keep.awaited, keep)

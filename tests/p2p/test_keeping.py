@@ -204,15 +204,26 @@ def test_after_the_fetch_nothing_more_is_kept(keeper: Keeper) -> None:
     assert keeper.num_kept == 0
 
 
-def test_what_the_peer_releases_is_let_go_of_at_once_and_is_not_expired(keeper: Keeper) -> None:
+def test_what_the_peer_releases_is_let_go_of_and_forgotten_at_once(keeper: Keeper) -> None:
     keeper.pool.hold([A])
     keeper.offered(A)
     keeper.keeping.computed("id", 1.0)
     keeper.keeping.release("id")
     assert keeper.pool.is_at_rest
-    assert keeper.keeping.tick(1.0 + TIMEOUT_S) == []
-    assert keeper.keeping.expired_keeps == 0
+    assert len(keeper.keeping) == 0
     assert keeper.keeping.stage("id") is Stage.UNKNOWN
+    assert keeper.keeping.next_deadline_s is None
+
+
+def test_what_is_released_while_its_request_runs_is_forgotten_with_it(keeper: Keeper) -> None:
+    keeper.pool.hold([A, B])
+    keeper.offered(A)
+    keeper.keeping.release("id")
+    keeper.keeping.offer("id", [B], 1.0)
+    assert keeper.pool.is_at_rest
+    assert keeper.keeping.stage("id") is Stage.COMPUTING
+    keeper.keeping.computed("id", 2.0)
+    assert len(keeper.keeping) == 0
 
 
 def test_a_fetch_that_came_first_waits_by_itself(keeper: Keeper) -> None:
