@@ -91,7 +91,6 @@ class _Asked:
         self.requests: set[str] = set()
         self.answers: dict[BlockKey, Lookup] = {}
         self.unsent: list[BlockKey] = []
-        self.asked_s: dict[BlockKey, float] = {}
         self.failed: set[BlockKey] = set()
         """Chunks whose pull failed: they are computed, or the same pull would be tried for ever."""
 
@@ -148,7 +147,6 @@ class PeerTier(Tier):
         self._told: list[JobResult | Settled] = []
         self._counts = TierStats()
         self._refused_requests = 0
-        self._lookup_deadlines = 0
         self._closed = False
 
     def __repr__(self) -> str:
@@ -230,12 +228,6 @@ class PeerTier(Tier):
         if answer is None:
             asked.answers[key] = answer = _PENDING
             asked.unsent.append(key)
-        elif answer is _PENDING:
-            since_s = asked.asked_s.get(key)
-            timeout_s = self._terms.deadlines.lookup_timeout_s
-            if since_s is not None and self._clock.monotonic_s() - since_s >= timeout_s:
-                asked.answers[key] = answer = _MISS
-                self._lookup_deadlines += 1
         return answer
 
     def load(self, job: Job) -> None:
@@ -261,11 +253,9 @@ class PeerTier(Tier):
         if self._closed:
             return []
         service = self._open()
-        now_s = self._clock.monotonic_s()
         for asked in self._asked.values():
             if asked.unsent:
                 keys, asked.unsent = tuple(asked.unsent), []
-                asked.asked_s.update(dict.fromkeys(keys, now_s))
                 service.post(Ask(asked.source.address, asked.source.kv_request_id, keys))
         return self._take_in(service.take_news())
 
@@ -341,7 +331,6 @@ class PeerTier(Tier):
         peers = msgspec.structs.replace(
             service.stats if service is not None else PeerStats(),
             refused_requests=self._refused_requests,
-            lookup_deadlines=self._lookup_deadlines,
         )
         return msgspec.structs.replace(
             self._counts,
