@@ -131,7 +131,7 @@ class Exchange:
         elif session is None and isinstance(message, Lookup | Fetch | AbortFetch):
             # Somebody waits for an answer. The others are of a session that is over: two sides that both
             # answered those would never come to an end.
-            self.handshakes.dismiss(address, "no session: introduce yourself first")
+            self.sessions.turn_away(address, "no session: introduce yourself first")
 
     def _dispatch(self, session: Session, message: Message) -> None:
         if isinstance(message, ConnectAck):

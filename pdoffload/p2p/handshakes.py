@@ -13,20 +13,19 @@ from collections.abc import Callable, Collection
 
 from pdoffload.clock import Clock
 from pdoffload.config import Verify
-from pdoffload.errors import ConfigError, ProtocolError
+from pdoffload.errors import ProtocolError
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.messages import (
     Connect,
     ConnectAck,
     Disconnect,
-    encode,
     fit_for_a_log,
 )
 from pdoffload.p2p.neighbours import is_neighbour, own_mark
 from pdoffload.p2p.receivers import Receivers, Receiving, same_process
 from pdoffload.p2p.receiving import Stage
 from pdoffload.p2p.session import Answering, Asking
-from pdoffload.p2p.sessions import LONGEST_REASON, Session, Sessions, goodbye
+from pdoffload.p2p.sessions import LONGEST_REASON, Session, Sessions
 from pdoffload.p2p.terms import PeerTerms, Target
 
 logger = logging.getLogger(__name__)
@@ -162,7 +161,7 @@ class Handshakes:
         self._sessions.is_well(address)
         session = session or self._sessions.open(address)
         if session is None:
-            self.dismiss(address, "no more peers are taken")
+            self._sessions.turn_away(address, "no more peers are taken")
             return
         session.state.received(message)
         session.heard_s = self._clock.monotonic_s()
@@ -219,7 +218,7 @@ class Handshakes:
         renews = session.incarnation != message.incarnation
         if renews and same_process(message.incarnation, session.incarnation):
             return session
-        self._sessions.drop(session, "it has begun anew", backoff=False)
+        self._sessions.drop(session, "it has begun anew", backoff=False, keep_line=not renews)
         return None
 
     def _keep_targets(self, session: Session, target: Target) -> None:
@@ -242,16 +241,7 @@ class Handshakes:
         if session is not None:
             self._sessions.drop(session, _REFUSED + reason, tell=True)
         else:
-            self.dismiss(address, _REFUSED + reason)
-
-    def dismiss(self, address: Address, reason: str) -> None:
-        """Tell somebody without a session why it gets no answer."""
-        try:
-            self._wire.connect(address)
-        except ConfigError:
-            return  # an identity that leads nowhere: nobody waits there
-        self._wire.send(address, encode(goodbye(reason)))
-        self._wire.close_line(address)
+            self._sessions.turn_away(address, _REFUSED + reason)
 
     def on_disconnect(self, session: Session, message: Disconnect) -> None:
         """The peer has ended the session."""

@@ -34,6 +34,10 @@ FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
 IDLE_S = 300.0
 """A peer that was not heard of for so long may go when there are too many; vLLM's own figure."""
+PARTING_S = 1.0
+"""How long the line stays open to a peer that was told the end of its session, or why it gets none. It may
+begin a new one right away, and libzmq's ROUTER, which is the other end, can turn deaf to a connection under
+a name of which several come and go at a time: seen with three, once in some hundred times."""
 LONGEST_REASON = 2000
 """Of a `disconnect`, as it is sent and as it is logged: room for every setting that differs."""
 _DIALLING = (Asking.DIALLING, Asking.RENEWING)
@@ -124,6 +128,8 @@ class Sessions:
         self._serials = itertools.count()
         self._sessions: dict[Address, Session] = {}
         self._backoffs: dict[Address, _Backoff] = {}
+        self._parting: dict[Address, float] = {}
+        """Lines without a session, and when they are closed."""
         self._full = False
 
     def __repr__(self) -> str:
@@ -164,6 +170,7 @@ class Sessions:
             logger.warning("peer %s: %s", address, "; ".join(error.problems))
             self._back_off(address)
             return None
+        self._parting.pop(address, None)
         deadlines, chunk_bytes = self._terms.deadlines, self._terms.geometry.chunk_bytes
         session = Session(
             address,
@@ -202,32 +209,64 @@ class Sessions:
 
     def down(self, address: Address, reason: str) -> None:
         """The line to `address` broke."""
+        self._parting.pop(address, None)
         session = self._sessions.get(address)
         if session is not None:
             self.drop(session, reason)
 
     def drop(
-        self, session: Session, reason: str, *, tell: bool = False, backoff: bool = True
+        self,
+        session: Session,
+        reason: str,
+        *,
+        tell: bool = False,
+        backoff: bool = True,
+        keep_line: bool = False,
     ) -> None:
-        """End a session: what it asked has failed, what it held is let go."""
+        """End a session: what it asked has failed, what it held is let go.
+
+        `keep_line`: the line is good, and the next session wants one. A peer that is told keeps it too.
+        """
         if self._sessions.get(session.address) is not session:
             return
         del self._sessions[session.address]
         was_busy = session.busy
-        if tell and not session.state.closed:
+        told = tell and not session.state.closed
+        if told:
             self.wire.send(session.address, encode(goodbye(reason)))
         session.state.closed = True
         session.asker.lose(reason)
         session.server.close()
         for target in session.targets:
             self._forget(target)
-        self.wire.close_line(session.address)
+        if told or keep_line:
+            self._part(session.address)
+        else:
+            self.wire.close_line(session.address)
         self._leaving.append(session.asker)
         if backoff:
             self._back_off(session.address)
             self.counts.peers_lost += 1
         log = logger.warning if was_busy else logger.info
         log("peer %s is gone: %s", session.address, reason)
+
+    def turn_away(self, address: Address, reason: str) -> None:
+        """Tell somebody without a session why it gets no answer."""
+        try:
+            self.wire.connect(address)
+        except ConfigError:
+            return  # an identity that leads nowhere: nobody waits there
+        self.wire.send(address, encode(goodbye(reason)))
+        self._part(address)
+
+    def _part(self, address: Address) -> None:
+        """Leave a line open for a while. Strangers are many, and each costs sockets: not for all of them."""
+        self._parting.pop(address, None)
+        self._parting[address] = self._clock.monotonic_s() + PARTING_S
+        if len(self._parting) > self.max_peers:
+            oldest = next(iter(self._parting))
+            del self._parting[oldest]
+            self.wire.close_line(oldest)
 
     def why_not(self, address: Address) -> str:
         """Why a peer without a session should not be dialled now; empty if it may be."""
@@ -262,12 +301,15 @@ class Sessions:
                 self.drop(session, f"no answer to our connect in {timeout_s:g} s", tell=True)
         for asker in self._leaving:
             asker.tick(now_s)
+        for address in [a for a, until_s in self._parting.items() if now_s >= until_s]:
+            del self._parting[address]
+            self.wire.close_line(address)
         for address in [a for a, b in self._backoffs.items() if now_s - b.until_s > LAST_BACKOFF_S]:
             del self._backoffs[address]
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do at the latest."""
-        instants: list[float | None] = [self.keeping.next_deadline_s]
+        instants: list[float | None] = [self.keeping.next_deadline_s, *self._parting.values()]
         instants += (asker.next_deadline_s for asker in self._leaving)
         for session in self:
             instants += (session.asker.next_deadline_s, session.server.next_deadline_s)

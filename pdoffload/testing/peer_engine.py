@@ -7,6 +7,7 @@ that every process knows the right bytes of every chunk.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ from pdoffload.tiers.peer import PeerTier
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
 _PAUSE_S = 0.001
+_numbers = itertools.count()
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,6 +314,17 @@ def step_until(condition: Callable[[], object], what: str, *engines: PeerEngine)
         for engine in engines:
             engine.step()
         SYSTEM_CLOCK.sleep(_PAUSE_S)
+
+
+def pull(consumer: PeerEngine, producer: PeerEngine, chunks: Chunks, role: str) -> int:
+    """Pull between engines of this process, in a request of its own: how many chunks, all right."""
+    request_id = f"pull {next(_numbers)}"
+    consumer.want(request_id, {role: producer.source(request_id)}, chunks)
+    step_until(lambda: consumer.pulled(request_id).ended, "a pull", consumer, producer)
+    pulled = consumer.pulled(request_id)
+    consumer.finish(request_id)
+    assert pulled.num_right == pulled.num_loaded
+    return pulled.num_loaded
 
 
 def at_rest(*engines: PeerEngine) -> list[Seen]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Self
 
 import msgpack  # type: ignore[import-untyped]
@@ -59,8 +60,10 @@ class RawPeer:
         self.say_bytes(msgpack.packb(message))
 
     def say_bytes(self, *frames: bytes) -> None:
+        """Lost where the engine has refused the connection."""
         assert self._dealer is not None, "dial comes first"
-        self._dealer.send_multipart(list(frames), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send_multipart(list(frames), zmq.NOBLOCK)
 
     def hear(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Wait for a message of this type and with these fields; those before it are passed over."""

@@ -27,6 +27,7 @@ from pdoffload.testing.peer_engine import (
     PeerEngine,
     at_rest,
     open_fake_agent,
+    pull,
     source,
     step_until,
 )
@@ -57,16 +58,6 @@ def guarded() -> Iterator[PeerEngine]:
     made = engine_with(SECRET)
     yield made
     made.close()
-
-
-def pull(consumer: PeerEngine, producer: PeerEngine, chunks: Chunks, role: str) -> int:
-    request_id = f"r{next(_numbers)}"
-    consumer.want(request_id, {role: source(producer.address, request_id)}, chunks)
-    step_until(lambda: consumer.pulled(request_id).ended, "a pull", consumer, producer)
-    pulled = consumer.pulled(request_id)
-    consumer.finish(request_id)
-    assert pulled.num_right == pulled.num_loaded
-    return pulled.num_loaded
 
 
 # --- the secret ---

@@ -18,7 +18,7 @@ from pdoffload.testing.peer_engine import (
     PeerEngine,
     at_rest,
     open_fake_agent,
-    source,
+    pull,
     step_until,
 )
 from pdoffload.testing.raw_peer import RawConsumer, RawPeer, fetch, lookup
@@ -69,22 +69,10 @@ def _others_are_served(engine: PeerEngine, healthy: PeerEngine) -> Iterator[None
     yield
     chunks = Chunks(f"others {next(_numbers)}", COUNT)
     engine.hold(chunks)
-    assert pull(healthy, engine, chunks) == COUNT
+    assert pull(healthy, engine, chunks, "remote_kv_source") == COUNT
     at_rest(engine, healthy)
     engine.forget()
     healthy.forget()
-
-
-def pull(consumer: PeerEngine, producer: PeerEngine, chunks: Chunks) -> int:
-    """How many chunks were pulled; every one of them is right."""
-    engines = [each for each in (consumer, producer) if isinstance(each, PeerEngine)]
-    params = {"remote_kv_source": source(producer.address, chunks.name)}
-    consumer.want(chunks.name, params, chunks)
-    step_until(lambda: consumer.pulled(chunks.name).ended, "a pull", *engines)
-    pulled = consumer.pulled(chunks.name)
-    consumer.finish(chunks.name)
-    assert pulled.num_right == pulled.num_loaded
-    return pulled.num_loaded
 
 
 # --- a right raw peer, to know that the wrong ones fail for their fault ---
@@ -165,7 +153,7 @@ def test_a_frame_longer_than_any_message_ends_its_connection_and_no_other(
     guest.raw.say_bytes(bytes(MAX_FRAME_BYTES + 1000))
     chunks = Chunks("meanwhile", COUNT)
     engine.hold(chunks)
-    assert pull(healthy, engine, chunks) == COUNT
+    assert pull(healthy, engine, chunks, "remote_kv_source") == COUNT
     guest.raw.close()
     at_rest(engine)
 
@@ -325,4 +313,19 @@ def test_whatever_a_peer_says_it_leaves_nothing(talk: list[Any], engine: PeerEng
         raw.say(**consumer.introduction(incarnation="raw.last"))
         raw.say(type="abort_fetch", kv_request_id="last", round_seq=0)
         raw.hear("abort_ack", kv_request_id="last")
+    at_rest(engine)
+
+
+def test_who_was_turned_away_again_and_again_may_introduce_itself_right_after(
+    engine: PeerEngine, held: Chunks
+) -> None:
+    for number in range(20):
+        with RawPeer() as raw:
+            consumer = RawConsumer(raw, engine, FakeAgent("raw"))
+            raw.dial(engine.address)
+            for _ in range(10):
+                raw.say(**lookup())
+            raw.say(**consumer.introduction(incarnation=f"raw{number}.1"))
+            raw.say(**lookup(keys=held.keys, kv_request_id="last"))
+            assert raw.hear("lookup_resp", kv_request_id="last")["hits"] == [True] * COUNT
     at_rest(engine)

@@ -9,6 +9,7 @@ import pytest
 
 from pdoffload.config import Verify
 from pdoffload.errors import NixlError
+from pdoffload.p2p.address import Address
 from pdoffload.p2p.handshakes import _MOST_TARGETS
 from pdoffload.p2p.messages import (
     Connect,
@@ -22,7 +23,7 @@ from pdoffload.p2p.messages import (
 from pdoffload.p2p.news import Leave, Pull
 from pdoffload.p2p.receiving import Stage
 from pdoffload.p2p.session import Answering, Asking
-from pdoffload.p2p.sessions import IDLE_S, Session
+from pdoffload.p2p.sessions import IDLE_S, PARTING_S, Session
 from pdoffload.testing.fake_peer import FakePeer, terms_of
 from pdoffload.testing.peer_rig import FakeCluster
 from pdoffload.testing.tier_rig import keys_of
@@ -298,7 +299,20 @@ def test_whoever_asks_without_an_introduction_hears_that_it_has_no_session(
     (told,) = sent(cluster, producer, Disconnect)
     assert isinstance(told, Disconnect)
     assert "introduce yourself" in told.reason
+    # It may do so right away, by a line that is open; or not.
+    assert producer.wire.lines == {consumer.address}
+    cluster.pass_time(PARTING_S)
     assert len(producer.wire.lines) == 0
+
+
+def test_strangers_in_any_number_have_a_bounded_number_of_lines(
+    cluster: FakeCluster, producer: FakePeer
+) -> None:
+    most = producer.exchange.sessions.max_peers
+    for number in range(most + 5):
+        stranger = Address("stranger", 1 + number)
+        producer.exchange.received(stranger, encode(Fetch("id", KEYS[:1], (0,), 0)))
+    assert len(producer.wire.lines) == most
 
 
 def test_two_sides_that_have_both_ended_their_session_are_silent(

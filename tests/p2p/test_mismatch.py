@@ -20,8 +20,7 @@ from pdoffload.testing.peer_engine import (
     PeerEngine,
     at_rest,
     open_fake_agent,
-    source,
-    step_until,
+    pull,
 )
 from pdoffload.testing.raw_peer import RawConsumer, RawPeer, fetch
 
@@ -46,16 +45,6 @@ def chunks(producer: PeerEngine) -> Iterator[Chunks]:
     yield made
     at_rest(producer)
     producer.forget()
-
-
-def pull(consumer: PeerEngine, producer: PeerEngine, chunks: Chunks, role: str) -> int:
-    request_id = f"r{next(_numbers)}"
-    consumer.want(request_id, {role: source(producer.address, request_id)}, chunks)
-    step_until(lambda: consumer.pulled(request_id).ended, "a pull", consumer, producer)
-    pulled = consumer.pulled(request_id)
-    consumer.finish(request_id)
-    assert pulled.num_right == pulled.num_loaded
-    return pulled.num_loaded
 
 
 # What differs at the consumer, the name that the log gives it, and both values as they stand there.
