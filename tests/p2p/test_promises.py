@@ -108,10 +108,6 @@ def test_two_consumers_may_fetch_under_one_id(
         assert consumer.pull(PULL, producer, chunks.name, chunks).num_right == COUNT
         other.at_rest()
         producer.at_rest()
-        # When the chunks are gone, whoever still comes hears so at once.
-        producer.forget()
-        other.forget()
-        assert other.pull(PULL, producer, chunks.name, chunks).num_loaded == 0
 
 
 def test_a_keep_that_nobody_fetches_expires_and_a_late_fetch_is_refused_at_once(
