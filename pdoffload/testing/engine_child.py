@@ -81,7 +81,8 @@ class _Halts:
     def reached(self, stage: Stage | None) -> None:
         if stage is not None and stage is self.stage:
             self.stage = None
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread, which then does not get any further; another one might take it late.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 class _HaltingLink(Link):
