@@ -32,6 +32,7 @@ from pdoffload.testing.openai_api import ApiClient, Completion, Metrics
 
 _POLL_S = 0.1
 _TAIL_LINES = 30
+_SERVER_SITE = Path(__file__).with_name("server_site")
 _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 
 
@@ -107,6 +108,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(_SERVER_SITE), os.environ.get("PYTHONPATH")))
+            ),
         }
         if self.namespace is not None:
             # vLLM finds its own address by asking for the route to a public one; none is here.
