@@ -7,6 +7,7 @@ without a word. Here a misspelt name, an unknown parameter and a value out of ra
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Literal
 
 import msgspec
@@ -30,6 +31,7 @@ KNOWN_BACKENDS = (
 )
 """Every plugin name NIXL 1.4 and 1.5 document. Known is not usable: ask `pdoffload.agent.nixl.probe`."""
 
+_ONE_TRANSPORT = re.compile(r"\^?[a-z0-9_]+")
 Params = dict[str, str]
 
 
@@ -42,11 +44,16 @@ class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     UCX_TLS, UCX_NET_DEVICES and the like decide among UCX's transports. One that can report a dead
     peer must be among them: with `UCX_TLS=sm` no agent is made, with `sm,tcp` it is.
 
+    `tls` is UCX's own setting for this agent alone: the name of a transport, or `^` and the name of one to
+    leave out; empty: UCX chooses. More than one name cannot be given this way (NIXL splits its settings
+    at commas), and a UCX_TLS in the environment, which counts for all agents of a process, wins over it.
+
     `num_threads` > 0 gives the plugin a pool of threads of its own, which spin: leave it at 0 unless
     bytes go to many peers at once.
     """
 
     reach: Literal["process", "network"] = "process"
+    tls: str = ""
     num_threads: int = 0
 
     name = "UCX"
@@ -54,6 +61,12 @@ class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.reach not in ("process", "network"):
             raise ConfigError([f"UcxBackend.reach: {self.reach!r} is neither process nor network"])
+        if self.tls and (self.reach == "process" or not _ONE_TRANSPORT.fullmatch(self.tls)):
+            raise ConfigError(
+                [
+                    f"UcxBackend.tls: {self.tls!r} is not one transport, for reach network: tcp, or ^cma"
+                ]
+            )
         _require_ints(self, num_threads=(0, 64))
 
     def candidates(self) -> tuple[Params, ...]:
@@ -63,6 +76,8 @@ class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             # UCX's plain in-process copy cannot report a dead peer, so it is used only if nobody asks
             # for that; there is no peer here that could die.
             params |= {"ucx_error_handling_mode": "none", "engine_config": "TLS=^cma"}
+        elif self.tls:
+            params["engine_config"] = f"TLS={self.tls}"
         return (params,)
 
 

@@ -87,8 +87,11 @@ class NixlAgent(DrivenAgent):
         self.backends = driver.params
         """Backend name -> the parameters it was created with."""
         self.open_to_cma = any(
-            isinstance(backend, UcxBackend) and backend.reach == "network" for backend in backends
-        ) and allows_cma(os.environ.get("UCX_TLS", ""))
+            isinstance(backend, UcxBackend)
+            and backend.reach == "network"
+            and allows_cma(os.environ.get("UCX_TLS") or backend.tls)
+            for backend in backends
+        )
 
 
 class NixlDriver:

@@ -164,6 +164,15 @@ class P2pTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table"
             allowed='a list of NIXL network plugins, such as ["UCX"]',
         ),
     ] = P2P_BACKENDS
+    ucx_tls: Annotated[
+        Annotated[str, Meta(pattern=r"^\^?[a-z0-9_]+\Z")] | None,
+        about(
+            "UCX transport of this tier's own agents: the only one, or with `^` the one that is left out. "
+            "null: UCX chooses. `UCX_TLS` in the environment means every agent of the process and wins.",
+            allowed="the name of one UCX transport, such as tcp or ^cma, or null",
+            own=True,
+        ),
+    ] = None
     num_threads: Annotated[
         int,
         Meta(ge=1, le=64),

@@ -66,14 +66,17 @@ def _backend_problems(names: tuple[str, ...] | None) -> list[str]:
     return [*problems, *(f"{shown(name)} is named twice; name it once" for name in twice)]
 
 
-def _exposure_problem(host: str, *, guarded: bool) -> str:
-    """What is said of a bare control channel that other hosts can reach; empty where it is none."""
-    if guarded or reach_of(host) is not Reach.NETWORK:
-        return ""
+def exposed(host: str) -> str:
+    """What is said of a bare control channel at a `host` that others can reach."""
     return (
         f"got {shown(host)}, which other hosts can reach, without cluster_secret_file; set it, or bind "
         "localhost, or set allow_unauthenticated to true where the network itself is guarded"
     )
+
+
+def _exposure_problem(host: str, *, guarded: bool) -> str:
+    """Empty where nothing is exposed, as far as the text of `host` tells."""
+    return "" if guarded or reach_of(host) is not Reach.NETWORK else exposed(host)
 
 
 def resolve_p2p_address(

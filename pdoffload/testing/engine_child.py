@@ -108,10 +108,10 @@ class _HaltingLink(Link):
 class _HaltingAgent(NixlAgent):
     """An agent that stops the process at writes."""
 
-    def __init__(self, purpose: str, clock: Clock, halts: _Halts, name: str) -> None:
-        backends = [UcxBackend(reach="network")]
-        if name:
-            name = f"{name}-{purpose}"
+    def __init__(self, purpose: str, clock: Clock, halts: _Halts, options: EngineOptions) -> None:
+        backends = [UcxBackend(reach="network", tls=options.ucx_tls)]
+        if options.agent_name:
+            name = f"{options.agent_name}-{purpose}"
             DrivenAgent.__init__(self, name, NixlDriver(name, backends), clock=clock)
         else:
             super().__init__(purpose, backends, clock=clock)
@@ -231,7 +231,7 @@ def main(connection: socket.socket, encoded: bytes) -> None:
     logger.addHandler(log)
 
     def open_agent(purpose: str, clock: Clock) -> Agent:
-        return _HaltingAgent(purpose, clock, halts, options.agent_name)
+        return _HaltingAgent(purpose, clock, halts, options)
 
     class BoundLink(_HaltingLink):
         pass

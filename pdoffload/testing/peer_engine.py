@@ -62,6 +62,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
     heartbeat: Heartbeat = Heartbeat()
     dial_timeout_s: float = DIAL_TIMEOUT_S
+    ucx_tls: str = ""
     environment: Mapping[str, str] = {}
     """Variables of a process of its own, such as UCX_TLS; not heeded in the caller's."""
     ends_at_once: bool = True
@@ -133,7 +134,6 @@ class PeerEngine:
         link_class: type[Link] = Link,
     ) -> None:
         """Without `open_agent` bytes move by NIXL. `ConfigError` where the port cannot be bound."""
-        open_agent = open_agent or open_nixl_agent
         self.options = options
         self.clock = ShiftedClock()
         self._link = link = link_class.bind(
@@ -156,7 +156,7 @@ class PeerEngine:
                 clock=self.clock,
             ),
             link,
-            lambda purpose: open_agent(purpose, self.clock),
+            lambda purpose: (open_agent or self._open_agent)(purpose, self.clock),
             lambda: options.hash_seed,
             deadlines=options.deadlines,
             num_threads=options.num_threads,
@@ -287,6 +287,10 @@ class PeerEngine:
             num_threads=len(os.listdir("/proc/self/task")),
         )
 
+    def _open_agent(self, purpose: str, clock: Clock) -> Agent:
+        backend = UcxBackend(reach="network", tls=self.options.ucx_tls)
+        return NixlAgent(f"peers-{purpose}", [backend], clock=clock)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Close tier and pool; idempotent. `AssertionError` if anything is still lent."""
         if self._closed:
@@ -295,10 +299,6 @@ class PeerEngine:
         self.tiering.close(timeout_s=timeout_s)
         assert self.tiering.plan.index.num_lent == 0
         self.tiering.check()
-
-
-def open_nixl_agent(purpose: str, clock: Clock) -> Agent:
-    return NixlAgent(f"peers-{purpose}", [UcxBackend(reach="network")], clock=clock)
 
 
 def open_fake_agent(purpose: str, clock: Clock) -> Agent:

@@ -131,6 +131,11 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     peers: PeerStats | None = None
     """Of a tier that reaches other engines."""
 
+    def plus(self, **increments: int) -> TierStats:
+        """With so much more in the counters of these names."""
+        more = {name: getattr(self, name) + by for name, by in increments.items()}
+        return msgspec.structs.replace(self, **more)
+
 
 class Tier(ABC):
     """Seven verbs, and four for requests. `name` is the tier's type in configuration, logs and metrics."""

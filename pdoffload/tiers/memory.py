@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
 import xxhash
 
 from pdoffload.errors import CorruptChunk, MisuseError, PdOffloadError, StorageError, StorageFull
@@ -73,7 +72,7 @@ class MemoryTier(Tier):
                 self._digests[key] = self._region.checksum(slot)
         stored = len(job.keys) - present - len(failed)
         moved_bytes = stored * self._chunk_bytes
-        self._count(
+        self._counts = self._counts.plus(
             stored_chunks=stored,
             already_present=present,
             bytes_written=moved_bytes,
@@ -91,7 +90,7 @@ class MemoryTier(Tier):
                 failed.append((key, error))
         loaded = len(job.keys) - len(failed)
         verified = loaded if self._verify is not Verify.OFF else 0
-        self._count(
+        self._counts = self._counts.plus(
             loaded_chunks=loaded,
             verified_chunks=verified,
             bytes_read=loaded * self._chunk_bytes,
@@ -165,11 +164,6 @@ class MemoryTier(Tier):
                 verified=verified,
             )
         )
-
-    def _count(self, **increments: int) -> None:
-        was = self._counts
-        now = {name: getattr(was, name) + more for name, more in increments.items()}
-        self._counts = msgspec.structs.replace(was, **now)
 
     def _require_open(self) -> None:
         if self._closed:

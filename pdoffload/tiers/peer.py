@@ -7,6 +7,7 @@ commands, and never waits. Nothing is stored in this tier; what peers fetch is l
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -14,7 +15,14 @@ import msgspec
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.nixl import NixlAgent, first_usable
 from pdoffload.config import P2pTierConfig
-from pdoffload.errors import ConfigError, CorruptChunk, MisuseError, TransferError
+from pdoffload.config.peers import exposed
+from pdoffload.errors import (
+    BackendUnusable,
+    ConfigError,
+    CorruptChunk,
+    MisuseError,
+    TransferError,
+)
 from pdoffload.layout import BlockKey
 from pdoffload.memory.lending import Lender
 from pdoffload.p2p.address import Address, is_loopback
@@ -57,15 +65,9 @@ def open_peer_tier(
     if table.cluster_secret_file is not None:
         secret = read_cluster_secret(table.cluster_secret_file)
     elif not table.allow_unauthenticated and not is_loopback("host", address.host):
-        raise ConfigError(
-            [
-                f"host: {address.host} can be reached from other hosts, and there is no "
-                "cluster_secret_file; set it, or bind localhost, or set allow_unauthenticated to true "
-                "where the network itself is guarded"
-            ]
-        )
-    backends = [UcxBackend(reach="network") for _ in table.backends]
-    first_usable(backends)
+        raise ConfigError([f"host: {exposed(address.host)}"])
+    backends = [UcxBackend(reach="network", tls=table.ucx_tls or "")]
+    _require_usable(table, backends)
     return PeerTier(
         context,
         Link.bind(address, secret=secret, clock=context.clock),
@@ -81,6 +83,26 @@ def open_peer_tier(
         num_threads=table.num_threads,
         max_peers=table.max_peers,
     )
+
+
+def _require_usable(table: P2pTierConfig, backends: Sequence[UcxBackend]) -> None:
+    """`ConfigError` if no agent can be made with them."""
+    for_all = os.environ.get("UCX_TLS")
+    if for_all and table.ucx_tls:
+        logger.warning(
+            "p2p tier: ucx_tls %s is not in force: UCX_TLS=%s of the environment wins over it",
+            table.ucx_tls,
+            for_all,
+        )
+    try:
+        first_usable(backends)
+    except BackendUnusable as error:
+        says = "" if not table.ucx_tls else f', with ucx_tls "{table.ucx_tls}"'
+        says += "" if not for_all else f", with UCX_TLS={for_all} in the environment"
+        problem = (
+            f"backends: got {list(table.backends)}{says}, of which no agent can be made: {error}"
+        )
+        raise ConfigError([problem]) from error
 
 
 class _Asked:
@@ -302,7 +324,7 @@ class PeerTier(Tier):
         if not news.settled:
             self._unsettled[news.job_id] = live.job
         loaded = len(live.job.keys) - len(bad)
-        self._count(
+        self._counts = self._counts.plus(
             loaded_chunks=loaded,
             verified_chunks=news.verified,
             bytes_read=news.moved_bytes,
@@ -366,8 +388,3 @@ class PeerTier(Tier):
     def _require_open(self) -> None:
         if self._closed:
             raise MisuseError("the tier is closed")
-
-    def _count(self, **increments: int) -> None:
-        was = self._counts
-        now = {name: getattr(was, name) + more for name, more in increments.items()}
-        self._counts = msgspec.structs.replace(was, **now)

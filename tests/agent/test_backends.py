@@ -76,3 +76,13 @@ def test_copies_in_a_process_go_without_the_kernel() -> None:
     assert inside["engine_config"] == "TLS=^cma"
     (outside,) = UcxBackend(reach="network", num_threads=4).candidates()
     assert outside == {"num_threads": "4"}
+
+
+def test_an_agent_may_have_a_transport_of_its_own() -> None:
+    (params,) = UcxBackend(reach="network", tls="^cma").candidates()
+    assert params == {"engine_config": "TLS=^cma"}
+    for wrong in ("tcp,sm", "TCP ", "^", "a=b"):
+        with pytest.raises(ConfigError, match="is not one transport"):
+            UcxBackend(reach="network", tls=wrong)
+    with pytest.raises(ConfigError, match="for reach network"):
+        UcxBackend(tls="tcp")

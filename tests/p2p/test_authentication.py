@@ -204,7 +204,9 @@ OUTSIDE = "192.0.2.77"  # of a network for documentation (RFC 5737): not loopbac
 
 
 def test_without_a_secret_nothing_but_loopback_is_bound() -> None:
-    with pytest.raises(ConfigError, match=rf"host: {OUTSIDE}.*cluster_secret_file.*allow_unauth"):
+    with pytest.raises(
+        ConfigError, match=rf"host: got .{OUTSIDE}.*cluster_secret_file.*allow_unauth"
+    ):
         start(table(), Address(OUTSIDE, 0))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from pdoffload.config import P2pTierConfig
-from pdoffload.errors import NixlError
+from pdoffload.errors import ConfigError
 from pdoffload.p2p.address import Address
 from pdoffload.testing.engine_process import ASK, PULL, EngineProcess
 from pdoffload.testing.nursery import Nursery
@@ -21,14 +21,17 @@ pytestmark = pytest.mark.nixl
 COUNT = 12
 CMA, TCP = r"cma/memory", r"tcp/\w+(\+tcp/\w+)*"
 # UCX's shared memory (posix, sysv) cannot tell of a peer that died; what needs it to, leaves them out.
-TRANSPORTS: dict[str, tuple[Mapping[str, str], str]] = {
-    "default": ({}, CMA),
-    "tcp": ({"UCX_TLS": "tcp"}, TCP),
-    "tcp by one device": ({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}, "tcp/lo"),
-    "cma, tcp": ({"UCX_TLS": "cma,tcp"}, CMA),
-    "shared memory, tcp": ({"UCX_TLS": "sm,tcp"}, CMA),
-    "posix, tcp": ({"UCX_TLS": "posix,tcp"}, TCP),
-    "all but cma": ({"UCX_TLS": "^cma"}, TCP),
+TRANSPORTS: dict[str, tuple[str, Mapping[str, str], str]] = {
+    "default": ("", {}, CMA),
+    "tcp": ("", {"UCX_TLS": "tcp"}, TCP),
+    "tcp by one device": ("", {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}, "tcp/lo"),
+    "cma, tcp": ("", {"UCX_TLS": "cma,tcp"}, CMA),
+    "shared memory, tcp": ("", {"UCX_TLS": "sm,tcp"}, CMA),
+    "posix, tcp": ("", {"UCX_TLS": "posix,tcp"}, TCP),
+    "all but cma": ("", {"UCX_TLS": "^cma"}, TCP),
+    "the tier's own tcp": ("tcp", {}, TCP),
+    "all but cma for the tier": ("^cma", {}, TCP),
+    "the environment before the tier": ("tcp", {"UCX_TLS": "cma,tcp"}, CMA),
 }
 
 
@@ -36,8 +39,8 @@ TRANSPORTS: dict[str, tuple[Mapping[str, str], str]] = {
 def test_chunks_go_both_ways_by_what_ucx_may_use_and_the_tier_says_by_what(
     case: str, nursery: Nursery
 ) -> None:
-    environment, transport = TRANSPORTS[case]
-    options = EngineOptions(chunk_bytes=1 << 20, environment=environment)
+    ucx_tls, environment, transport = TRANSPORTS[case]
+    options = EngineOptions(chunk_bytes=1 << 20, ucx_tls=ucx_tls, environment=environment)
     with EngineProcess(nursery, options) as one, EngineProcess(nursery, options) as other:
         for producer, consumer in ((one, other), (other, one)):
             chunks = Chunks(f"of {producer.address}", COUNT)
@@ -86,6 +89,23 @@ def test_a_transport_that_reaches_nobody_is_told_at_the_start(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
     region = filled_region(4)
-    with pytest.raises(NixlError, match="UCX"):
+    with pytest.raises(ConfigError, match=f"backends: .* UCX_TLS={transports}.* cannot be used"):
         open_peer_tier(P2pTierConfig(), Address(HOST, 0), context_of(region), lambda: "0")
     region.close()
+
+
+def test_the_tier_s_own_transport_is_told_where_it_cannot_be_used_or_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    region = filled_region(4)
+    with pytest.raises(ConfigError, match=r'backends: .* ucx_tls "nonsense".* cannot be used'):
+        open_peer_tier(
+            P2pTierConfig(ucx_tls="nonsense"), Address(HOST, 0), context_of(region), lambda: "0"
+        )
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    tier = open_peer_tier(
+        P2pTierConfig(ucx_tls="^cma"), Address(HOST, 0), context_of(region), lambda: "0"
+    )
+    tier.close(timeout_s=5)
+    region.close()
+    assert "ucx_tls ^cma is not in force: UCX_TLS=tcp" in caplog.text
