@@ -122,6 +122,11 @@ class Exchange:
                 self.sessions.drop(session, str(error), tell=True)
 
     def _on_message(self, address: Address, message: Message) -> None:
+        if isinstance(message, Connect | Lookup | Fetch | AbortFetch):
+            # Our own line may have ended before this was sent: the answer would be lost on it.
+            ended = self.sessions.wire.look(address)
+            if ended:
+                self.down(address, ended)
         session = self.sessions.get(address)
         if isinstance(message, Connect):
             self.handshakes.on_connect(address, message)

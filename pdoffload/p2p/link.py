@@ -40,7 +40,8 @@ _MAX_SOCKETS = 3 * 4096 + 16
 class Down(msgspec.Struct, frozen=True):
     """The line to `address` has ended and is forgotten; of the frames queued last any may be lost.
 
-    Comes once for a line that this side did not close. `reason` is for an operator.
+    Comes once for a line that this side did not close, unless `Link.look` told it. `reason` is for an
+    operator.
     """
 
     address: Address
@@ -161,6 +162,17 @@ class Link:
         self._check_open()
         line = self._lines.get(address)
         return line is not None and line.send(frame)
+
+    def look(self, address: Address) -> str:
+        """Why the line to `address` has ended, if it has by now; else empty. Never waits.
+
+        It is forgotten then, and no `Down` tells of it. For the caller that is about to answer a frame: that
+        may have been sent, and read, after our own line ended, and before `poll` came to say so.
+        """
+        self._check_open()
+        line = self._lines.get(address)
+        down = None if line is None else self._look(line)
+        return "" if down is None else down.reason
 
     def close_line(self, address: Address) -> None:
         """End a line, if there is one. What was queued may still go out for `FAREWELL_S`."""

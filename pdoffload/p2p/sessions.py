@@ -56,6 +56,9 @@ class Wire(Protocol):
     def send(self, address: Address, frame: bytes) -> bool:
         """Queue a frame; False if it cannot be queued."""
 
+    def look(self, address: Address) -> str:
+        """Why the line has ended, if it has by now: it is forgotten then, and nothing else tells of it."""
+
     def close_line(self, address: Address) -> None:
         """Close a line when what was queued is gone, or soon after."""
 

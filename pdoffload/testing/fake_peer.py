@@ -57,7 +57,7 @@ class FakePeer:
         self.address = address
         self.terms = terms
         self.is_frozen = False
-        """As after SIGSTOP: it takes no turn; frames to it wait."""
+        """As after SIGSTOP: it takes no turn; frames to it wait, and ends of its lines."""
         self.is_slow_to_open = False
         """Its receiving agents stay OPENING."""
         self.is_stock = False
@@ -79,11 +79,7 @@ class FakePeer:
         """Pulls that were under way when the pool was reset: nobody wants their chunks any more."""
         self.opened: list[FakeReceiver] = []
         self.movers = FakeMovers(self.pool, self.inbox.append, cluster.receiver_of)
-        self.wire = FakeWire(
-            address,
-            lambda to: cluster.queue(address, to),
-            lambda to: cluster.downs.append((address, to)),
-        )
+        self.wire = FakeWire(address, lambda to: cluster.queue(address, to))
         self.receivers = Receivers(self._open_receiver, clock=cluster.clock)
         self.exchange = Exchange(
             self.wire,
@@ -143,6 +139,13 @@ class FakePeer:
         return [pull for job_id, pull in self.pulls.items() if job_id not in self.orphans]
 
     # --- its service ---
+
+    def hear_of_ends(self) -> bool:
+        """It is told of its lines that have broken; whether there were any."""
+        broken = list(self.wire.broken)
+        for address in broken:
+            self.exchange.down(address, self.wire.look(address))
+        return bool(broken)
 
     def turn(self) -> bool:
         """One turn: all that has come in, deadlines, what follows. Whether there may be more to do."""

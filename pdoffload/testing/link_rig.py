@@ -48,6 +48,11 @@ class Ends:
                 if link is not besides and "closed" not in repr(link):
                     told.extend(link.poll(0.01))
 
+    def has_come(self, link: Link) -> bool:
+        """Wait for a frame that `link` could take, without taking it; whether there is one."""
+        router = link._listener.sockets[0]
+        return bool(router.poll(round(PATIENCE_S * 1000)))
+
     def turn(self) -> None:
         """Let every link see what has come."""
         for link, told in self._told.items():

@@ -50,34 +50,44 @@ class FakeWire:
     """
 
     def __init__(
-        self,
-        address: Address,
-        queue_to: Callable[[Address], deque[bytes] | None],
-        dead_end: Callable[[Address], None],
+        self, address: Address, queue_to: Callable[[Address], deque[bytes] | None]
     ) -> None:
         self.address = address
         self.lines: set[Address] = set()
+        self.broken: dict[Address, None] = {}
+        """Those of `lines` that have ended, of which the owner has not heard: frames on them are lost."""
         self.is_full = False
         """As if no peer read what it is sent."""
         self._queue_to = queue_to
-        self._dead_end = dead_end
 
     def connect(self, address: Address) -> None:
         if address not in self.lines:
             self.lines.add(address)
             if self._queue_to(address) is None:
-                self._dead_end(address)
+                self.break_line(address)
 
     def send(self, address: Address, frame: bytes) -> bool:
         if address not in self.lines or self.is_full:
             return False
         queue = self._queue_to(address)
-        if queue is not None:
+        if queue is not None and address not in self.broken:
             queue.append(frame)
         return True
 
+    def look(self, address: Address) -> str:
+        if address not in self.broken:
+            return ""
+        self.close_line(address)
+        return "the line broke"
+
     def close_line(self, address: Address) -> None:
         self.lines.discard(address)
+        self.broken.pop(address, None)
+
+    def break_line(self, address: Address) -> None:
+        """The line to `address` ends, if there is one; its owner has not heard of it."""
+        if address in self.lines:
+            self.broken[address] = None
 
 
 class FakeReceiver:

@@ -52,8 +52,8 @@ class FakeCluster:
         self.jobs = itertools.count(1)
         self.marks = itertools.count(1)
         self.peers: dict[Address, FakePeer] = {}
-        self.downs: list[tuple[Address, Address]] = []
-        """Lines that have broken, and whose owner has not heard of it: from and to."""
+        self.tells_ends_late = False
+        """Whether who has frames to take and a line that has broken takes the frames first."""
         self.seen: list[tuple[FakePeer, FakePeer, Message]] = []
         """Every message that has arrived: from, to, what."""
         self._queues: dict[tuple[Address, Address], deque[bytes]] = {}
@@ -72,7 +72,7 @@ class FakeCluster:
         """The process is gone, and so are all lines to and from it."""
         del self.peers[peer.address]
         for other in self.peers.values():
-            self._break(other, peer.address)
+            other.wire.break_line(peer.address)
         for pair in list(self._queues):
             if peer.address in pair:
                 del self._queues[pair]
@@ -81,11 +81,7 @@ class FakeCluster:
         """The lines between two break; what was on them is lost."""
         for start, end in ((one, other), (other, one)):
             self._queues.pop((start.address, end.address), None)
-            self._break(start, end.address)
-
-    def _break(self, owner: FakePeer, to: Address) -> None:
-        if to in owner.wire.lines:
-            self.downs.append((owner.address, to))
+            start.wire.break_line(end.address)
 
     def queue(self, start: Address, end: Address) -> deque[bytes] | None:
         """Frames on their way; None where nobody listens."""
@@ -130,29 +126,23 @@ class FakeCluster:
             end.exchange.received(start.address, encode(message))
         return True
 
-    def tell_downs(self) -> None:
-        """Owners of broken lines hear of it."""
-        downs, self.downs = self.downs, []
-        for owner, to in downs:
-            peer = self.peers.get(owner)
-            if peer is not None and to in peer.wire.lines:
-                peer.wire.lines.discard(to)
-                peer.exchange.down(to, "the line broke")
-
     def step(self) -> bool:
         """Everybody takes one turn, with all that has arrived; whether anything happened."""
-        moved = bool(self.downs)
-        self.tell_downs()
+        moved = False
         awake = [peer for peer in self.peers.values() if not peer.is_frozen]
         for end in awake:
+            if not self.tells_ends_late:
+                moved = end.hear_of_ends() or moved
             for start in list(self.peers.values()):
                 while self.deliver(start, end):
                     moved = True
+            moved = end.hear_of_ends() or moved
             moved = end.turn() or moved
             while end.movers.advance():
                 moved = True
         # What was sent to somebody who has had his turn.
-        return moved or any(self._queues.get((a.address, b.address)) for a in awake for b in awake)
+        waits = any(self._queues.get((a.address, b.address)) for a in awake for b in awake)
+        return moved or waits or any(peer.wire.broken for peer in awake)
 
     def run(self) -> None:
         """Until nothing moves any more; no time passes."""

@@ -23,7 +23,7 @@ from pdoffload.p2p.messages import (
 from pdoffload.p2p.news import Leave, Pull
 from pdoffload.p2p.receiving import Stage
 from pdoffload.p2p.session import Answering, Asking
-from pdoffload.p2p.sessions import IDLE_S, PARTING_S, Session
+from pdoffload.p2p.sessions import FIRST_BACKOFF_S, IDLE_S, PARTING_S, Session
 from pdoffload.testing.fake_peer import FakePeer, terms_of
 from pdoffload.testing.peer_rig import FakeCluster
 from pdoffload.testing.tier_rig import keys_of
@@ -379,6 +379,26 @@ def test_c17_a_peer_restarted_under_its_address_begins_anew(
     assert len(session_of(producer, consumer).targets) == 1
 
 
+@pytest.mark.parametrize("asked_before", [True, False], ids=["a guest", "whom it asked alone"])
+def test_c17_a_peer_that_comes_again_is_not_answered_on_a_line_that_has_ended(
+    asked_before: bool, cluster: FakeCluster, producer: FakePeer, consumer: FakePeer
+) -> None:
+    """As a process wakes up that stood still: it finds a new `connect`, and its own line dead."""
+    asker, asked = (consumer, producer) if asked_before else (producer, consumer)
+    asker.ask(asked, "id", KEYS[:2])
+    cluster.run()
+    cluster.tells_ends_late = True
+    producer.is_frozen = True
+    cluster.cut(producer, consumer)
+    cluster.run()
+    cluster.pass_time(FIRST_BACKOFF_S)
+    consumer.ask(producer, "another", KEYS[:1])
+    cluster.run()
+    producer.is_frozen = False
+    cluster.run()
+    assert consumer.answers[("another", KEYS[0])]
+
+
 def test_c17_a_restart_that_nobody_saw_is_seen_in_the_handshake(
     cluster: FakeCluster, producer: FakePeer, consumer: FakePeer
 ) -> None:
@@ -386,7 +406,7 @@ def test_c17_a_restart_that_nobody_saw_is_seen_in_the_handshake(
     cluster.run()
     before = session_of(producer, consumer)
     cluster.kill(consumer)
-    cluster.downs.clear()  # the producer's line seems to live
+    producer.wire.broken.clear()  # its line seems to live
     consumer = cluster.start("decoder")
     job = consumer.pull(producer, "id", KEYS[:2])
     cluster.run()

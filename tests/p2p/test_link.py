@@ -162,6 +162,31 @@ def test_what_the_caller_does_between_two_events_is_seen_by_the_next(ends: Ends)
     assert ends.frames(again[0]) == [b"to the new one"]
 
 
+def test_c17_a_line_is_seen_dead_before_what_came_after_its_end_is_answered(ends: Ends) -> None:
+    """Without a secret: with one nothing comes from a new connection unless `a` lets it in by a poll."""
+    a, b = ends.open(), ends.open()
+    a.connect(b.address)
+    a.send(b.address, b"up")
+    ends.until(lambda: ends.frames(b))
+    assert a.look(b.address) == ""
+    b.close()
+    again = ends.open(address=b.address)
+    again.connect(a.address)
+    again.send(a.address, b"a question")
+    # Meanwhile `a` stands still: both wait for it, the end of its line and the question.
+    assert ends.has_come(a)
+    ended = []
+    for event in a.poll(0.0):
+        assert isinstance(event, Received)
+        ended.append(a.look(event.sender))
+        a.connect(event.sender)
+        a.send(event.sender, b"the answer")
+    assert ended == ["the connection was lost, or it answered no ping in time"]
+    ends.until(lambda: ends.frames(again))
+    assert ends.frames(again) == [b"the answer"]
+    assert not ends.downs(a)
+
+
 def test_a_poll_is_woken_from_any_thread(ends: Ends) -> None:
     a = ends.open()
     waker = threading.Thread(target=a.wake)
@@ -183,6 +208,7 @@ def test_a_closed_link_may_be_woken_and_closed_again_and_nothing_else(ends: Ends
     for use in (
         lambda: a.connect(b.address),
         lambda: a.send(b.address, b"x"),
+        lambda: a.look(b.address),
         lambda: a.close_line(b.address),
         lambda: list(a.poll(0.0)),
     ):
