@@ -193,7 +193,7 @@ class Exchange:
                 fetched = any(each.server.serves(kv_request_id) for each in self.sessions)
                 self.sessions.keeping.begin(kv_request_id, fetched=fetched)
             case Offer(kv_request_id, keys):
-                self.sessions.keeping.offer(kv_request_id, keys, now_s)
+                self.sessions.keeping.offer(kv_request_id, keys)
             case KeepEnds(kv_request_id):
                 self.sessions.keeping.computed(kv_request_id, now_s)
                 for each in self.sessions:

@@ -1,10 +1,16 @@
 """Chunks that a request here computes for a peer to fetch, kept until it does. One thread, the service's.
 
 Keep --> open: every chunk offered is borrowed from the pool as it becomes ready
-  |--- the first fetch under the id --------> bound: the fetch has what it wants; the rest is let go
-  |                                           at once (stock vLLM) or when the peer says so
-  '--- nobody fetched for `unbound_store_timeout_s` since the last offer --> expired, and remembered:
-       a fetch that still comes is refused at once
+  |--- the first fetch under the id --> bound: the fetch has what it wants; the rest is let go at once
+  |                                     (stock vLLM), when the peer says so, or at the timeout from then
+  '--- its last request has ended, and nobody fetched for `unbound_store_timeout_s` --> expired
+
+A request may compute for long between two chunks: an open keep has no deadline while it runs. So what bounds
+a keep is its request, whose end always comes (`computed`), and after that the timeout, whatever is still on
+its way into the pool. How much all keeps may hold, the pool says (`Lender.num_to_spare`).
+
+Ids of keeps that are over are remembered for a while: under one that has expired a late fetch is refused at
+once, and under one that its peer was done with it gets what is still in the pool, or fails at once.
 """
 
 from __future__ import annotations
@@ -26,7 +32,8 @@ class Stage(enum.Enum):
     COMPUTING = "computing"
     """Its request still runs: chunks may come."""
     COMPUTED = "computed"
-    """Its request has ended: only what is on its way into the pool can still come."""
+    """Its request has ended, and maybe the peer has said since that it is done: only what is on its way into
+    the pool can still come."""
     EXPIRED = "expired"
 
 
@@ -37,7 +44,6 @@ class _Keep:
         self.requests = 0
         """That compute for this id, and have not ended."""
         self.expires_s = math.inf
-        """A request that waits for its turn has offered nothing, and holds nothing."""
         self.bound = False
         self.released = False
         """The peer has said that it is done."""
@@ -60,43 +66,39 @@ class Keeping:
         self._timeout_s = deadlines.unbound_store_timeout_s
         self._remember_s = max(REMEMBER_S, deadlines.load_timeout_s)
         self._keeps: dict[str, _Keep] = {}
-        self._expired: dict[str, float] = {}
-        """Ids that are refused, and until when."""
+        self._past: dict[str, tuple[Stage, float]] = {}
+        """Ids of keeps that are over, oldest first: EXPIRED or COMPUTED, and until when it is remembered."""
 
     def __repr__(self) -> str:
-        return f"<Keeping {len(self._keeps)} ids, {len(self._expired)} expired>"
+        return f"<Keeping {len(self._keeps)} ids, {len(self._past)} remembered>"
 
     def __len__(self) -> int:
         return len(self._keeps)
 
     def stage(self, kv_request_id: str) -> Stage:
-        if kv_request_id in self._expired:
-            return Stage.EXPIRED
         keep = self._keeps.get(kv_request_id)
-        if keep is None:
-            return Stage.UNKNOWN
-        return Stage.COMPUTING if keep.requests else Stage.COMPUTED
+        if keep is not None:
+            return Stage.COMPUTING if keep.requests else Stage.COMPUTED
+        past, _ = self._past.get(kv_request_id, (Stage.UNKNOWN, 0.0))
+        return past
 
     def begin(self, kv_request_id: str, *, fetched: bool) -> None:
         """A request computes for this id. A second request under the same id adds to the keep.
 
         `fetched`: a peer fetches under it already, and waits by itself for what it wants.
         """
-        self._expired.pop(kv_request_id, None)
+        self._past.pop(kv_request_id, None)
         keep = self._keeps.setdefault(kv_request_id, _Keep())
         keep.requests += 1
         keep.bound = fetched
         keep.released = False
-        if not keep.loans:
+        if not keep.bound or not keep.loans:
             keep.expires_s = math.inf
 
-    def offer(self, kv_request_id: str, keys: Sequence[BlockKey], now_s: float) -> None:
+    def offer(self, kv_request_id: str, keys: Sequence[BlockKey]) -> None:
         """Keep these, unless the peer has said already what it wants, or the pool has none to spare."""
         keep = self._keeps.get(kv_request_id)
-        if keep is None:
-            return
-        keep.expires_s = now_s + self._timeout_s
-        if keep.bound:
+        if keep is None or keep.bound:
             return
         room = max(0, self._lender.num_to_spare)
         known = keep.loans.keys() | keep.awaited
@@ -106,13 +108,14 @@ class Keeping:
         keep.awaited.update(key for key in new if key not in ready)
 
     def computed(self, kv_request_id: str, now_s: float) -> None:
-        """A request has ended: of its chunks only those on their way into the pool can still come."""
+        """A request has ended, well or not: of its chunks only those on their way into the pool can still
+        come."""
         keep = self._keeps.get(kv_request_id)
         if keep is not None:
             keep.requests = max(0, keep.requests - 1)
             if not keep.requests:
                 keep.expires_s = min(keep.expires_s, now_s + self._timeout_s)
-                self._forget_if_over(kv_request_id, keep)
+                self._forget_if_over(kv_request_id, keep, now_s)
 
     def bind(
         self, kv_request_id: str, keys: Sequence[BlockKey], now_s: float, *, only: bool
@@ -136,32 +139,35 @@ class Keeping:
             self._let_go(keep)
         return taken
 
-    def release(self, kv_request_id: str) -> None:
-        """The peer wants nothing more of what is kept under this id."""
+    def release(self, kv_request_id: str, now_s: float) -> None:
+        """The peer wants nothing more of what is kept under this id: it says so when the last of its requests
+        that name the id has ended."""
         keep = self._keeps.get(kv_request_id)
         if keep is not None:
             self._let_go(keep)
             keep.bound = keep.released = True
-            self._forget_if_over(kv_request_id, keep)
+            self._forget_if_over(kv_request_id, keep, now_s)
 
     def tick(self, now_s: float) -> list[str]:
         """Let go of what nobody fetched in time; the ids under which something was kept. Forget old ones."""
-        for kv_request_id in [id_ for id_, at_s in self._expired.items() if now_s >= at_s]:
-            del self._expired[kv_request_id]
+        while self._past:
+            oldest = next(iter(self._past))
+            if now_s < self._past[oldest][1]:
+                break
+            del self._past[oldest]
         unfetched = []
         late = [(id_, keep) for id_, keep in self._keeps.items() if now_s >= keep.expires_s]
         for kv_request_id, keep in late:
-            if not keep.bound:
-                self._expired[kv_request_id] = now_s + self._remember_s
-                if keep.loans:
-                    unfetched.append(kv_request_id)
+            if keep.loans and not keep.bound:
+                unfetched.append(kv_request_id)
             self._let_go(keep)
-            if keep.bound and keep.requests:
-                keep.expires_s = (
-                    math.inf
-                )  # it holds nothing, and more may be fetched as it is computed
-            else:
-                del self._keeps[kv_request_id]
+            if keep.requests:
+                # It was fetched and holds nothing now; more may be fetched as it is computed.
+                keep.expires_s = math.inf
+                continue
+            del self._keeps[kv_request_id]
+            if not keep.bound:
+                self._remember(kv_request_id, Stage.EXPIRED, now_s)
         self.expired_keeps += len(unfetched)
         return unfetched
 
@@ -181,9 +187,13 @@ class Keeping:
         for keep in self._keeps.values():
             yield from keep.loans.values()
 
-    def _forget_if_over(self, kv_request_id: str, keep: _Keep) -> None:
+    def _forget_if_over(self, kv_request_id: str, keep: _Keep, now_s: float) -> None:
         if keep.released and not keep.requests:
             del self._keeps[kv_request_id]
+            self._remember(kv_request_id, Stage.COMPUTED, now_s)
+
+    def _remember(self, kv_request_id: str, stage: Stage, now_s: float) -> None:
+        self._past[kv_request_id] = stage, now_s + self._remember_s
 
     def _let_go(self, keep: _Keep) -> None:
         self._watches.drop(keep.awaited, keep)

@@ -162,7 +162,7 @@ class Server:
         kv_request_id, round_seq = message.kv_request_id, message.round_seq
         if not message.keys:
             self._lookups.drop(kv_request_id)
-            self._keeping.release(kv_request_id)
+            self._keeping.release(kv_request_id, now_s)
             return
         target = self._target
         if target is None:

@@ -18,7 +18,7 @@ LOOKUP_GRACE_S = 5.0
 """How long a producer waits for chunks that are on their way into its pool before it calls them a miss;
 vLLM's own producers wait as long."""
 REMEMBER_S = 60.0
-"""How long the id of an expired keep is remembered, to refuse late fetches; vLLM's retention too."""
+"""How long the id of a keep that is over is remembered, to answer late fetches at once; vLLM's own figure."""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,6 +125,52 @@ def test_c18_a_decoder_that_comes_too_late_is_refused_at_once(
     assert decoder.ended[job].settled
 
 
+def test_a_prefiller_that_computes_slowly_keeps_all_for_a_decoder_that_comes_at_the_end(
+    cluster: FakeCluster, prefiller: FakePeer, decoder: FakePeer
+) -> None:
+    prefiller.post(Keep("id"))
+    for key in KEYS[:3]:
+        prefiller.hold([key])
+        prefiller.post(Offer("id", (key,)))
+        cluster.pass_time(2 * DEADLINES.unbound_store_timeout_s)
+    prefiller.post(KeepEnds("id"))
+    cluster.run()
+    prefiller.reset()
+    job = decoder.pull(prefiller, "id", KEYS[:3])
+    cluster.run()
+    assert decoder.ended[job].failed == ()
+    assert prefiller.exchange.sessions.keeping.expired_keeps == 0
+
+
+def test_c18_chunks_that_are_gone_since_their_decoder_left_are_not_waited_for(
+    cluster: FakeCluster, prefiller: FakePeer, decoder: FakePeer
+) -> None:
+    prefiller.hold(KEYS[:2])
+    prefiller.post(Keep("id"))
+    prefiller.post(Offer("id", KEYS[:2]))
+    prefiller.post(KeepEnds("id"))
+    job = decoder.pull(prefiller, "id", KEYS[:2])
+    decoder.post(Leave(prefiller.address, "id"))
+    cluster.run()
+    assert decoder.ended[job].failed == ()
+    prefiller.reset()
+    decoder.reset()
+    job = decoder.pull(prefiller, "id", KEYS[:2])
+    cluster.run()
+    assert len(decoder.ended[job].failed) == 2
+    # A request that uses the id again computes them anew, and is waited for.
+    prefiller.post(Keep("id"))
+    job = decoder.pull(prefiller, "id", KEYS[:2])
+    cluster.run()
+    assert job not in decoder.ended
+    prefiller.hold(KEYS[:2])
+    cluster.run()
+    assert decoder.ended[job].failed == ()
+    for peer, command in ((prefiller, KeepEnds("id")), (decoder, Leave(prefiller.address, "id"))):
+        peer.post(command)
+    cluster.run()
+
+
 # --- prefixes of others ---
 
 

@@ -122,7 +122,7 @@ def test_what_nobody_looked_up_is_borrowed_from_the_pool(producer: Producer) -> 
 def test_kept_chunks_go_over_to_the_fetch(producer: Producer) -> None:
     producer.pool.hold([A, B])
     producer.keeping.begin("id", fetched=False)
-    producer.keeping.offer("id", [A, B], 0.0)
+    producer.keeping.offer("id", [A, B])
     producer.keeping.computed("id", 0.0)
     producer.pool.evict([C])
     producer.fetch([A])
@@ -136,7 +136,7 @@ def test_kept_chunks_go_over_to_the_fetch(producer: Producer) -> None:
 def test_a_chunk_both_reserved_and_kept_is_lent_once(producer: Producer) -> None:
     producer.pool.hold([A])
     producer.keeping.begin("id", fetched=False)
-    producer.keeping.offer("id", [A], 0.0)
+    producer.keeping.offer("id", [A])
     producer.look_up(A)
     assert producer.pool.loans(A) == 2
     producer.fetch([A])
@@ -166,7 +166,7 @@ def test_demand_may_come_before_the_request_and_its_chunks(producer: Producer) -
     producer.keeping.begin("id", fetched=producer.server.serves("id"))
     for key in (A, B):
         producer.pool.fill([key])
-        producer.keeping.offer("id", [key], 1.0)
+        producer.keeping.offer("id", [key])
         producer.pool.ready([key])
         producer.write_all()
     assert producer.done.success
@@ -200,12 +200,31 @@ def test_a_late_fetch_after_its_reservation_has_ended_fails_at_once(producer: Pr
 def test_a_late_fetch_after_its_keep_has_expired_is_refused_at_once(producer: Producer) -> None:
     producer.pool.hold([A])
     producer.keeping.begin("id", fetched=False)
-    producer.keeping.offer("id", [A], 0.0)
+    producer.keeping.offer("id", [A])
+    producer.keeping.computed("id", 0.0)
     producer.keeping.tick(60.0)
     producer.fetch([A], now_s=61.0)
     assert producer.writes() == []
     assert producer.done == TransferDone("id", False, 0)
     assert producer.counts.refused_fetches == 1
+
+
+def test_a_late_fetch_after_its_keep_was_released_gets_what_is_there_or_fails_at_once(
+    producer: Producer,
+) -> None:
+    producer.pool.hold([A, B])
+    producer.keeping.begin("id", fetched=False)
+    producer.keeping.offer("id", [A, B])
+    producer.keeping.computed("id", 0.0)
+    producer.fetch([])
+    producer.fetch([A], 1)
+    producer.write_all()
+    assert producer.done.success
+    producer.pool.evict([B])
+    producer.fetch([B], 2)
+    assert producer.done == TransferDone("id", False, 2)
+    assert producer.counts.refused_fetches == 1
+    assert producer.pool.is_at_rest
 
 
 def test_a_producer_that_gives_up_ends_the_fetch_at_once(producer: Producer) -> None:
@@ -410,7 +429,7 @@ def test_an_empty_fetch_lets_go_of_reservations_and_keeps_but_not_of_what_is_ser
     producer.pool.hold([A, B, C])
     producer.look_up(A, B)
     producer.keeping.begin("id", fetched=False)
-    producer.keeping.offer("id", [C], 0.0)
+    producer.keeping.offer("id", [C])
     producer.fetch([A])
     producer.fetch([], 9)
     assert producer.pool.index.num_lent == 1
@@ -424,7 +443,7 @@ def test_stock_vllm_fetches_a_round_once_and_says_nothing_at_the_end() -> None:
     producer.pool.hold([A, B, C])
     assert producer.look_up(A, B) == [True, True]
     producer.keeping.begin("id", fetched=False)
-    producer.keeping.offer("id", [C], 0.0)
+    producer.keeping.offer("id", [C])
     producer.fetch([A])
     assert producer.pool.index.num_lent == 1
     producer.write_all()

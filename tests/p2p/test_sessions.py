@@ -179,7 +179,7 @@ def test_deadlines_of_a_session_are_those_of_the_table(table: Table) -> None:
     session.asker.ask("id", KEYS, now_s)
     assert table.sessions.next_deadline_s() == now_s + 30.0
     table.sessions.keeping.begin("kept", fetched=False)
-    table.sessions.keeping.offer("kept", [], now_s - 50)
+    table.sessions.keeping.computed("kept", now_s - 50)
     assert table.sessions.next_deadline_s() == now_s + 10.0
     table.sessions.tick(now_s + 30.0)
     assert table.sessions.asked.expired_lookups == 3
