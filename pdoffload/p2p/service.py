@@ -136,11 +136,10 @@ class PeerService:
 
     def _run(self) -> None:
         while not self._closing:
+            # One bad turn must not leave every peer and every pull without an answer.
             try:
                 self._turn()
-            except (
-                Exception
-            ):  # one bad turn must not leave every peer and every pull without an answer
+            except Exception:
                 logger.exception("the peer service met an error it does not know; it goes on")
                 self._clock.sleep(_AFTER_AN_ERROR_S)
         self._shut_down()
