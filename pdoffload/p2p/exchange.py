@@ -14,6 +14,7 @@ from pdoffload.clock import Clock
 from pdoffload.errors import ProtocolError, TransferError, WireError
 from pdoffload.memory.lending import Arrival, Lender
 from pdoffload.p2p.address import Address
+from pdoffload.p2p.arrivals import Complaint
 from pdoffload.p2p.asking import Asker
 from pdoffload.p2p.checking import Checked
 from pdoffload.p2p.handshakes import Handshakes
@@ -91,6 +92,8 @@ class Exchange:
         self._closing = False
         self._writing: Counter[str] = Counter()
         """Writes that have not settled, by the address of their peer."""
+        self._complaints: dict[Address, Complaint] = {}
+        """About those who sent what is no message, at most `max_peers` of them: the last ones."""
         self._news: list[News] = []
 
     def __repr__(self) -> str:
@@ -110,7 +113,7 @@ class Exchange:
         except WireError as error:
             # It closes nothing: the next message may be right, and deadlines end what waits for this one.
             self.sessions.counts.bad_messages += 1
-            logger.warning("peer %s sent what is no message: %s", address, error)
+            self._complain(address, f"peer {address} sent what is no message: {error}")
             return
         try:
             self._on_message(address, message)
@@ -120,6 +123,13 @@ class Exchange:
             session = self.sessions.get(address)
             if session is not None:
                 self.sessions.drop(session, str(error), tell=True)
+
+    def _complain(self, address: Address, what: str) -> None:
+        complaint = self._complaints.pop(address, None) or Complaint(self._clock)
+        self._complaints[address] = complaint
+        if len(self._complaints) > self.sessions.max_peers:
+            del self._complaints[next(iter(self._complaints))]
+        complaint.about(what)
 
     def _on_message(self, address: Address, message: Message) -> None:
         if isinstance(message, Connect | Lookup | Fetch | AbortFetch):

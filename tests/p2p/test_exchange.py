@@ -9,6 +9,8 @@ import pytest
 from pdoffload.config import Verify
 from pdoffload.errors import CorruptChunk, DeadlineExceeded
 from pdoffload.memory.lending import READY
+from pdoffload.p2p.address import Address
+from pdoffload.p2p.arrivals import QUIET_S
 from pdoffload.p2p.messages import AbortAck, AbortFetch, Fetch, Message, TransferDone, encode
 from pdoffload.p2p.news import Ask, Keep, KeepEnds, Leave, Offer
 from pdoffload.p2p.terms import Deadlines
@@ -169,6 +171,31 @@ def test_c18_chunks_that_are_gone_since_their_decoder_left_are_not_waited_for(
     for peer, command in ((prefiller, KeepEnds("id")), (decoder, Leave(prefiller.address, "id"))):
         peer.post(command)
     cluster.run()
+
+
+# --- what is no message ---
+
+
+def test_a_peer_that_sends_nonsense_again_and_again_is_logged_once_a_while(
+    cluster: FakeCluster, prefiller: FakePeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(number: int, times: int = 1) -> int:
+        """How many lines are logged of it."""
+        caplog.clear()
+        for _ in range(times):
+            prefiller.exchange.received(Address("raw", number), b"nonsense")
+        assert all(f"raw:{number} sent what is no" in each for each in caplog.messages)
+        return len(caplog.messages)
+
+    assert send(1, times=1000) == 1
+    assert send(2) == 1, "another peer is news"
+    assert send(1) == 0
+    cluster.clock.advance(QUIET_S)
+    assert send(1) == 1
+    for number in range(cluster.max_peers):
+        send(100 + number)
+    assert send(1) == 1, "whoever was quiet while others were not is forgotten: memory is bounded"
+    assert prefiller.exchange.sessions.counts.bad_messages == 1004 + cluster.max_peers
 
 
 # --- prefixes of others ---
