@@ -37,7 +37,12 @@ class Write(msgspec.Struct, frozen=True, eq=False):
 
 
 class Serve:
-    """One fetch being served, from its message to its last byte. Changed by its `Server` alone."""
+    """One fetch being served, from its message to its last byte. Changed by its `Server` alone.
+
+    What it borrows is not held to `Lender.num_to_spare`, as it is for lookups and keeps: no chunk waits for
+    another. Each goes to a writer in the turn in which it is ready, whoever fetches, and back to the pool as
+    soon as its write has settled. Writes have a deadline.
+    """
 
     __slots__ = (
         "aborted",

@@ -145,7 +145,9 @@ def test_a_chunk_both_reserved_and_kept_is_lent_once(producer: Producer) -> None
     assert producer.pool.is_at_rest
 
 
-def test_what_is_there_is_written_while_the_rest_is_on_its_way(producer: Producer) -> None:
+@pytest.mark.parametrize("leaves", [True, False], ids=["ours", "stock vLLM"])
+def test_what_is_there_is_written_while_the_rest_is_on_its_way(leaves: bool) -> None:
+    producer = Producer(leaves=leaves)
     producer.pool.hold([A])
     producer.pool.fill([B, C])
     producer.fetch([A, B, C])
@@ -156,6 +158,7 @@ def test_what_is_there_is_written_while_the_rest_is_on_its_way(producer: Produce
     assert (second.keys, second.indexes) == ((B, C), (1, 2)), "what comes in one turn is one write"
     producer.written(second)
     assert producer.messages() == []
+    assert producer.pool.index.num_lent == 1, "a chunk is lent until it is written, no longer"
     producer.written(first)
     assert producer.done.success
     assert producer.pool.is_at_rest
