@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offloading import ask
+from peering import PROMPTS, STEPS
 
 from pdoffload.testing.serving import ServeOptions, VllmServer
 
@@ -37,6 +39,16 @@ def tiny_llama(cache_dir: Path) -> Path:
 def tiny_hybrid(cache_dir: Path) -> Path:
     """A checkpoint of random weights with sliding and full layers: several KV-cache groups."""
     return _tiny_model(cache_dir, "hybrid")
+
+
+@pytest.fixture(scope="session")
+def right(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, ...]]:
+    """The tokens that a single vLLM, without any connector, gives for each prompt of `peering`."""
+    options = ServeOptions(model_dir=tiny_llama, dtype="float32", extra_args=STEPS)
+    with VllmServer(options, tmp_path_factory.mktemp("single")) as single:
+        answers = {name: ask(single, tokens)[0].token_ids for name, tokens in PROMPTS.items()}
+    assert len(set(answers.values())) == len(PROMPTS), "the model answers everything alike"
+    return answers
 
 
 @pytest.fixture

@@ -13,15 +13,47 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from offloading import beside_nixl, offloading, prompt
 
-from pdoffload.testing import processes
+from pdoffload.testing import netns, processes
 from pdoffload.testing.netns import NetworkNamespace
 from pdoffload.testing.openai_api import Completion, Metrics
 from pdoffload.testing.serving import ServeOptions, VllmServer, free_port, shares
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 120.0
+ONE_HOST, TWO_HOSTS = "one host", "two hosts"
+TOKENS, CHUNKS, CHUNK_BYTES = 1601, 50, 65536
+LONG_TOKENS = 3201
+TRIES = 4
+"""Of what depends on the moment, or on a machine on which nothing else runs meanwhile."""
+PROMPTS = {
+    "pair": prompt(TOKENS, seed=30),
+    "early": prompt(TOKENS, seed=31),
+    "prefix": prompt(801, seed=32) + prompt(800, seed=33),
+    **{f"turns {number}": prompt(TOKENS, seed=50 + number) for number in range(TRIES)},
+    "thawed": prompt(TOKENS, seed=36),
+    "aborted": prompt(LONG_TOKENS, seed=37),
+    "killed": prompt(TOKENS, seed=38),
+    "stranger": prompt(TOKENS, seed=39),
+    **{f"frozen {number}": prompt(LONG_TOKENS, seed=40 + number) for number in range(TRIES)},
+}
+# Small steps, so that a long prompt is on its way for a while.
+STEPS = ("--max-num-batched-tokens", "256")
+
+
+def verified(counted: Metrics) -> float:
+    """Chunks from peers of which the checksum was compared; none was wrong."""
+    assert counted.total("vllm:pdoffload_tier_corrupt_chunks_total") == 0
+    return counted.total("vllm:pdoffload_tier_verified_chunks_total", tier="p2p")
+
+
+def given_up(counted: Metrics) -> float:
+    """Pulls that ended because the peer said nothing: at their deadline, or as its line was lost."""
+    return counted.total("vllm:pdoffload_peer_load_deadlines_total") + counted.total(
+        "vllm:pdoffload_peer_peers_lost_total"
+    )
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -117,16 +149,21 @@ def write_secret(path: Path, text: str = "one secret for the whole cluster") -> 
 
 
 @contextlib.contextmanager
-def pair_beside_nixl(
+def pair_of_engines(
     model_dir: Path,
     folder: Path,
-    namespaces: tuple[NetworkNamespace | None, NetworkNamespace | None] = (None, None),
     *,
-    env: dict[str, str] | None = None,
+    two_hosts: bool = False,
+    with_nixl: bool = False,
+    tier: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Pair]:
-    """Two servers, started side by side; each has the p2p tier, and NixlConnector beside it."""
+    """Two servers with the p2p tier, started side by side.
+
+    Two hosts are two namespaces, with a cable between them. `with_nixl`: each has vLLM's NixlConnector too.
+    """
     with contextlib.ExitStack() as stack:
+        namespaces, env = _hosts(stack) if two_hosts else ((None, None), {})
         threads = stack.enter_context(ThreadPoolExecutor(4))
         peers = []
         names = ("prefiller", "decoder")
@@ -134,18 +171,18 @@ def pair_beside_nixl(
             host = namespace.address if namespace else LOOPBACK
             port = free_port()
             secret_file = write_secret(folder / f"{name}.secret")
-            ours = offloading(tier=peering_table(host, port, secret_file))
+            ours = offloading(tier=peering_table(host, port, secret_file, **(tier or {})))
             side_channel = {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             }
             wanted = ServeOptions(
                 model_dir=model_dir,
-                kv_transfer_config=beside_nixl(ours),
+                kv_transfer_config=beside_nixl(ours) if with_nixl else ours,
                 dtype="float32",
                 cpus=cpus,
                 namespace=namespace,
-                env={"UCX_LOG_LEVEL": "info"} | side_channel | (env or {}),
+                env={"UCX_LOG_LEVEL": "info"} | side_channel | env,
                 **options,
             )
             server = VllmServer(wanted, folder, name=name)
@@ -157,7 +194,16 @@ def pair_beside_nixl(
         yield Pair(*peers, threads)
 
 
-_LANES = re.compile(r"UCX  INFO +(\S+) int(?:er|ra)-node cfg#\d+ .*?am\(([^)]*)\)")
+def _hosts(
+    stack: contextlib.ExitStack,
+) -> tuple[tuple[NetworkNamespace, NetworkNamespace], dict[str, str]]:
+    if reason := netns.why_unavailable():
+        pytest.skip(f"no network namespaces here: {reason}")
+    # Else UCX sees one machine, and copies past the cable.
+    return stack.enter_context(netns.joined_pair()), {"UCX_TLS": "tcp"}
+
+
+_LANES = re.compile(r"UCX  INFO +(\S+) int(?:er|ra)-node cfg#\d+ .*? am\(([^)]*)\)")
 
 
 def transports(server: VllmServer) -> dict[str, set[str]]:
