@@ -7,7 +7,6 @@ A worn agent takes no new write. Once it is closed no byte moves by it any more,
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -27,6 +26,7 @@ from pdoffload.errors import (
 )
 from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
+from pdoffload.p2p.hashing import Hashing
 from pdoffload.p2p.receiving import CLOSE_TIMEOUT_S, OpenAgent
 from pdoffload.p2p.serving import Write
 from pdoffload.p2p.session import ServeState
@@ -77,6 +77,8 @@ class Outbound:
         self._gone: set[Target] = set()
         """Forgotten while writes to them were under way."""
         self._under_way: dict[Transfer, Write] = {}
+        self._hashings: dict[Write, Hashing] = {}
+        """Of writes that have not been told of as `Written`."""
         self._unsettled: dict[object, Write] = {}
         """By transfer, where there is one."""
 
@@ -97,10 +99,14 @@ class Outbound:
         """Whether `poll` has something to do."""
         return bool(self._under_way or self._worn)
 
-    def post(self, write: Write, deadline_s: float) -> bool:
-        """Begin a write, or tell why not. False: nothing is done, the agent has to be replaced first."""
+    def post(self, write: Write, deadline_s: float, hashing: Hashing) -> bool:
+        """Begin a write, or tell why not. False: nothing is done, the agent has to be replaced first.
+
+        Other threads may go ahead with `hashing`; it ends here.
+        """
         if self._worn:
             return False
+        self._hashings[write] = hashing
         target = write.serve.target
         what = f"write of {len(write.keys)} chunks to {target.name}"
         timeout_s = deadline_s - self._clock.monotonic_s()
@@ -140,15 +146,9 @@ class Outbound:
         else:
             self._under_way[transfer] = write
             if transfer.state is TransferState.RUNNING:
-                self._hash_meanwhile(write)
+                self._hashings[write].go_ahead()
             else:
                 self._ended(transfer)
-
-    def _hash_meanwhile(self, write: Write) -> None:
-        """Have the checksums ready when the write ends; what goes wrong here does so again there."""
-        with contextlib.suppress(PdOffloadError):
-            for slot in write.slots:
-                self._region.checksum(slot)
 
     def forget(self, target: Target) -> bool:
         """Let go of the connection to a peer, when no write to it is under way. False as in `post`."""
@@ -198,13 +198,12 @@ class Outbound:
                 self._lose(transfer, write, error)
             return
         try:
-            pairs = zip(write.keys, write.slots, strict=True)
-            checksums = {key: self._region.checksum(slot) for key, slot in pairs}
+            checksums = self._hashings[write].finish()
         except BaseException as failure:  # noqa: BLE001 - without checksums nobody takes the bytes
             self._fail(write, _as_ours(transfer.what, failure))
         else:
             transport = self._new_transport(write.serve.target)
-            self._report(Written(write, None, True, checksums, transport))
+            self._tell(Written(write, None, True, checksums, transport))
 
     def _new_transport(self, target: Target) -> str:
         """How bytes go to `target`, the first time that this is known."""
@@ -221,14 +220,18 @@ class Outbound:
     def _fail(self, write: Write, error: PdOffloadError) -> None:
         """No byte of it moves any more."""
         logger.warning("%s: %s", write.serve.target.name, error)
-        self._report(Written(write, error, True, {}))
+        self._tell(Written(write, error, True, {}))
 
     def _lose(self, name: object, write: Write, error: PdOffloadError) -> None:
         """Bytes of it may still move, until the agent is closed."""
         logger.warning("%s: %s", write.serve.target.name, error)
         self._worn = True
         self._unsettled[name] = write
-        self._report(Written(write, error, False, {}))
+        self._tell(Written(write, error, False, {}))
+
+    def _tell(self, written: Written) -> None:
+        self._hashings.pop(written.write).stop()
+        self._report(written)
 
     def _opened(self) -> Agent:
         if self._agent is None:

@@ -21,6 +21,7 @@ from pdoffload.errors import PdOffloadError, TransferError
 from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
 from pdoffload.p2p.checking import Checked, compare
+from pdoffload.p2p.hashing import Hashing
 from pdoffload.p2p.outbound import Outbound, WriteSettled, Written
 from pdoffload.p2p.pulling import Check
 from pdoffload.p2p.receiving import OpenAgent
@@ -46,31 +47,42 @@ class Writers:
         verify: Verify,
         clock: Clock,
     ) -> None:
+        self._region = region
         self._clock = clock
         self._writers = [
             _Writer(number, open_agent, region, report, verify=verify, clock=clock)
             for number in range(num_threads)
         ]
         self._of_target: dict[Target, _Writer] = {}
-        self._next_check = 0
+        self._next = 0
 
     def __repr__(self) -> str:
         return f"<Writers {len(self._writers)} threads, {len(self._of_target)} peers>"
 
     def write(self, write: Write, timeout_s: float) -> None:
-        """Queue a write; it is reported as `Written` within its deadline and the tear-down of an agent."""
+        """Queue a write; it is reported as `Written` within its deadline and the tear-down of an agent.
+
+        While this peer's writer has its turn, another one computes the checksums, if it has time.
+        """
         target = write.serve.target
         writer = self._of_target.get(target)
         if writer is None:
             writer = min(self._writers, key=lambda each: each.num_targets)
             writer.num_targets += 1
             self._of_target[target] = writer
-        writer.put(_Post(write, self._clock.monotonic_s() + timeout_s))
+        hashing = Hashing(self._region, write)
+        writer.put(_Post(write, self._clock.monotonic_s() + timeout_s, hashing))
+        other = self._any_writer()
+        if other is not writer:
+            other.put(hashing)
 
     def check(self, check: Check, owner: object) -> None:
         """Queue a comparison; it is reported as `Checked` with the same `owner`."""
-        self._next_check = (self._next_check + 1) % len(self._writers)
-        self._writers[self._next_check].put(_Compare(check, owner))
+        self._any_writer().put(_Compare(check, owner))
+
+    def _any_writer(self) -> _Writer:
+        self._next = (self._next + 1) % len(self._writers)
+        return self._writers[self._next]
 
     def forget(self, target: Target) -> None:
         """The peer is gone; its connection is closed when no write to it is under way."""
@@ -97,6 +109,7 @@ class Writers:
 class _Post(msgspec.Struct, frozen=True):
     write: Write
     deadline_s: float
+    hashing: Hashing
 
 
 class _Compare(msgspec.Struct, frozen=True):
@@ -108,7 +121,7 @@ class _Forget(msgspec.Struct, frozen=True):
     target: Target
 
 
-_Order = _Post | _Compare | _Forget | None
+_Order = _Post | _Compare | _Forget | Hashing | None
 """None: stop."""
 
 
@@ -174,9 +187,11 @@ class _Writer:
                 patience.pause()
         self._stop()
 
-    def _take(self, order: _Post | _Compare | _Forget) -> None:
+    def _take(self, order: _Post | _Compare | _Forget | Hashing) -> None:
         if isinstance(order, _Compare):
             self._compare(order)
+        elif isinstance(order, Hashing):
+            order.go_ahead()
         else:
             self._backlog.append(order)
 
@@ -186,7 +201,7 @@ class _Writer:
             return False
         first = self._backlog[0]
         if isinstance(first, _Post):
-            is_done = self._outbound.post(first.write, first.deadline_s)
+            is_done = self._outbound.post(first.write, first.deadline_s, first.hashing)
         else:
             is_done = self._outbound.forget(first.target)
         if is_done:
@@ -197,6 +212,7 @@ class _Writer:
         error = TransferError("the peer service is closing")
         for order in self._backlog:
             if isinstance(order, _Post):
+                order.hashing.stop()
                 self._report(Written(order.write, error, True, {}))
         self._backlog.clear()
         self._outbound.close()

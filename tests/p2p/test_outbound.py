@@ -17,6 +17,7 @@ from pdoffload.errors import (
     TransferError,
 )
 from pdoffload.memory.host import HostRegion
+from pdoffload.p2p.hashing import Hashing
 from pdoffload.p2p.messages import Fetch
 from pdoffload.p2p.outbound import Outbound, WriteSettled, Written
 from pdoffload.p2p.serving import Serve, Write
@@ -81,8 +82,11 @@ class Writer:
 
     def post(self, target: Target, *slots: int, timeout_s: float = 30.0) -> Write:
         write = self.write(target, *slots)
-        assert self.outbound.post(write, self.clock.monotonic_s() + timeout_s)
+        assert self.begin(write, self.clock.monotonic_s() + timeout_s)
         return write
+
+    def begin(self, write: Write, deadline_s: float) -> bool:
+        return self.outbound.post(write, deadline_s, Hashing(self.region, write))
 
     def written(self, write: Write) -> Written:
         """How it ended; told exactly once."""
@@ -203,7 +207,7 @@ def test_c17_a_peer_that_was_forgotten_may_come_again(writer: Writer, away: Away
 def test_a_write_that_nobody_waits_for_any_more_moves_nothing(writer: Writer, away: Away) -> None:
     write = writer.write(away.target, 1)
     write.serve.state = ServeState.STOPPING
-    assert writer.outbound.post(write, 1e9)
+    assert writer.begin(write, 1e9)
     assert "nobody waits" in str(writer.failure(write))
     assert writer.written(write).settled
     assert not equal_slots(writer, away, 1)
@@ -212,7 +216,7 @@ def test_a_write_that_nobody_waits_for_any_more_moves_nothing(writer: Writer, aw
 
 def test_a_write_whose_turn_comes_too_late_moves_nothing(writer: Writer, away: Away) -> None:
     write = writer.write(away.target, 1)
-    assert writer.outbound.post(write, writer.clock.monotonic_s())
+    assert writer.begin(write, writer.clock.monotonic_s())
     assert "deadline" in str(writer.failure(write))
     assert writer.drivers == []
 
@@ -279,7 +283,7 @@ def test_a_write_past_its_deadline_wears_the_agent_out(
     assert not writer.written(stuck).settled
     assert writer.outbound.worn
     late = writer.write(away.target, 3)
-    assert not writer.outbound.post(late, 1e9), "it waits for the next agent"
+    assert not writer.begin(late, 1e9), "it waits for the next agent"
     assert not writer.outbound.forget(away.target)
     writer.outbound.poll()
     assert not writer.has_settled(stuck), "another write is under way"
@@ -290,7 +294,7 @@ def test_a_write_past_its_deadline_wears_the_agent_out(
     writer.outbound.poll()
     assert writer.has_settled(stuck)
     assert not writer.outbound.worn
-    assert writer.outbound.post(late, 1e9)
+    assert writer.begin(late, 1e9)
     assert writer.written(late).error is None
     assert len(writer.drivers) == 2
     assert not equal_slots(writer, away, 1), "it was never moved"
@@ -347,12 +351,12 @@ def test_a_peer_back_before_its_last_write_has_ended_waits_for_the_next_agent(
     before = writer.post(away.target, 1)
     writer.outbound.forget(away.target)
     write = writer.write(away.introduce(), 2)
-    assert not writer.outbound.post(write, 1e9)
+    assert not writer.begin(write, 1e9)
     assert writer.outbound.worn
     writer.driver.let_go()
     writer.outbound.poll()
     assert writer.written(before).error is None
-    assert writer.outbound.post(write, 1e9)
+    assert writer.begin(write, 1e9)
     assert writer.written(write).error is None
     assert len(writer.drivers) == 2
 
