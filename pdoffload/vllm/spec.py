@@ -191,6 +191,9 @@ class NixlTieringOffloadingSpec(NixlCPUOffloadingSpec):
         ]
 
     def _open_tiers(self, region: HostRegion) -> list[Tier]:
+        if self.settings.secondary_tiers:
+            # Tiers move bytes in this process: without it the first use of every slot pays for page faults.
+            region.populate()
         context = TierContext(
             region=region,
             run_config=compat.run_config(self, self.settings.model_identity),
