@@ -76,6 +76,17 @@ class DeadlineExceeded(TransferError):
         return type(self), (self.waited_for, self.timeout_s)
 
 
+def as_ours(what: str, failure: BaseException) -> PdOffloadError:
+    """An error that ends `what`: `failure` itself, or if it is a foreign one, a `TransferError` naming it.
+
+    For the threads that move bytes: whatever a plugin raises, what was waited for ends by it. A foreign
+    error is for the caller to log, with its trace.
+    """
+    if isinstance(failure, PdOffloadError):
+        return failure
+    return TransferError(f"{what} ended unexpectedly: {type(failure).__name__}: {failure}")
+
+
 class StorageError(PdOffloadError):
     """A disk or a store refused an operation on `path`. `errno` is None where none applies."""
 

@@ -23,6 +23,7 @@ from pdoffload.errors import (
     NixlError,
     PdOffloadError,
     TransferError,
+    as_ours,
 )
 from pdoffload.layout import BlockKey
 from pdoffload.memory.host import HostRegion
@@ -120,7 +121,7 @@ class Outbound:
             agent = self._opened()
             peer = self._peer(agent, target)
         except BaseException as failure:  # noqa: BLE001 - a plugin may raise anything; the write ends by it
-            self._fail(write, _as_ours(what, failure))
+            self._fail(write, self._unexpected(what, failure))
             return True
         if peer is None:
             self._worn = True
@@ -142,7 +143,7 @@ class Outbound:
         except PdOffloadError as error:  # refused before a byte moved
             self._fail(write, error)
         except BaseException as failure:  # noqa: BLE001 - it may have been posted: nobody knows its end
-            self._lose(write, write, _as_ours(what, failure))
+            self._lose(write, write, self._unexpected(what, failure))
         else:
             self._under_way[transfer] = write
             if transfer.state is TransferState.RUNNING:
@@ -164,7 +165,7 @@ class Outbound:
             try:
                 ended = self._agent.poll()
             except BaseException as failure:  # noqa: BLE001 - then nobody knows how any write stands
-                error = _as_ours(self._purpose, failure)
+                error = self._unexpected(self._purpose, failure)
                 for transfer, write in self._under_way.items():
                     self._lose(transfer, write, error)
                 self._under_way.clear()
@@ -200,7 +201,7 @@ class Outbound:
         try:
             checksums = self._hashings[write].finish()
         except BaseException as failure:  # noqa: BLE001 - without checksums nobody takes the bytes
-            self._fail(write, _as_ours(transfer.what, failure))
+            self._fail(write, self._unexpected(transfer.what, failure))
         else:
             transport = self._new_transport(write.serve.target)
             self._tell(Written(write, None, True, checksums, transport))
@@ -228,6 +229,12 @@ class Outbound:
         self._worn = True
         self._unsettled[name] = write
         self._tell(Written(write, error, False, {}))
+
+    def _unexpected(self, what: str, failure: BaseException) -> PdOffloadError:
+        error = as_ours(what, failure)
+        if error is not failure:
+            logger.error("%s", error, exc_info=failure)
+        return error
 
     def _tell(self, written: Written) -> None:
         self._hashings.pop(written.write).stop()
@@ -301,10 +308,3 @@ class Outbound:
 def _rows(base_address: int, slots: tuple[int, ...], chunk_bytes: int) -> Descriptors:
     starts = base_address + np.asarray(slots, dtype=np.uint64) * np.uint64(chunk_bytes)
     return pieces(MemoryKind.DRAM, starts, chunk_bytes)
-
-
-def _as_ours(what: str, failure: BaseException) -> PdOffloadError:
-    if isinstance(failure, PdOffloadError):
-        return failure
-    logger.error("%s ended unexpectedly", what, exc_info=failure)
-    return TransferError(f"{what} ended unexpectedly: {type(failure).__name__}: {failure}")

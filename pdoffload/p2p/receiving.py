@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.completion import Patience
 from pdoffload.clock import Clock
-from pdoffload.errors import PdOffloadError, TransferError
+from pdoffload.errors import PdOffloadError, as_ours
 from pdoffload.memory.host import HostRegion
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Receiver:
         try:
             self._receive(agent)
         except BaseException as failure:  # noqa: BLE001 - the agent ends in order; another takes over
-            self.error = _as_ours(failure)
+            self._fail(failure)
         try:
             agent.close(timeout_s=CLOSE_TIMEOUT_S)
         except BaseException:  # bytes may still land: nobody may hear that this agent is closed
@@ -122,7 +122,7 @@ class Receiver:
                 agent.close(timeout_s=CLOSE_TIMEOUT_S)
                 raise
         except BaseException as failure:  # noqa: BLE001 - a plugin may raise anything; we are waited for
-            self.error = _as_ours(failure)
+            self._fail(failure)
             return None
         return agent
 
@@ -140,13 +140,11 @@ class Receiver:
             agent.progress()
             patience.pause()
 
+    def _fail(self, failure: BaseException) -> None:
+        self.error = as_ours("receiving from peers", failure)
+        if self.error is not failure:
+            logger.error("%s", self.error, exc_info=failure)
+
     def _become(self, stage: Stage) -> None:
         self.stage = stage
         self._changed(self)
-
-
-def _as_ours(failure: BaseException) -> PdOffloadError:
-    if isinstance(failure, PdOffloadError):
-        return failure
-    logger.error("the thread that receives from peers met an unknown error", exc_info=failure)
-    return TransferError(f"{type(failure).__name__}: {failure}")

@@ -17,8 +17,7 @@ import msgspec
 from pdoffload.agent.completion import Patience
 from pdoffload.clock import Clock
 from pdoffload.config import Verify
-from pdoffload.errors import PdOffloadError, TransferError
-from pdoffload.layout import BlockKey
+from pdoffload.errors import TransferError, as_ours
 from pdoffload.memory.host import HostRegion
 from pdoffload.p2p.checking import Checked, compare
 from pdoffload.p2p.hashing import Hashing
@@ -223,9 +222,6 @@ class _Writer:
             checked = compare(check, owner, self._region, self._verify)
         except BaseException as failure:  # whatever it was, the check ends with it
             logger.exception("a check of %d chunks ended unexpectedly", len(check.keys))
-            error = TransferError(
-                f"a check ended unexpectedly: {type(failure).__name__}: {failure}"
-            )
-            bad: dict[BlockKey, PdOffloadError] = dict.fromkeys(check.keys, error)
+            bad = dict.fromkeys(check.keys, as_ours("a check", failure))
             checked = Checked(check, owner, bad, 0)
         self._report(checked)

@@ -23,7 +23,7 @@ from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.descriptors import Descriptors, MemoryKind
 from pdoffload.agent.transfer import TransferState
 from pdoffload.clock import SYSTEM_CLOCK, Clock
-from pdoffload.errors import DeadlineExceeded, PdOffloadError
+from pdoffload.errors import DeadlineExceeded, PdOffloadError, as_ours
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class CopyThreads:
             self._enter_thread()
             agent = self._open_agent(part)
         except Exception as failure:  # noqa: BLE001 - the creator waits for word, whatever it is
-            self._start_errors.append(_as_ours("opening a NIXL agent", failure))
+            self._start_errors.append(as_ours("opening a NIXL agent", failure))
         started.wait()
         while (running := work.get()) is not None:
             error: PdOffloadError | None
@@ -175,7 +175,7 @@ class CopyThreads:
                     agent = self._open_agent(part)
                 agent, error = self._copy_part(agent, running, part, num_parts)
             except Exception as failure:  # whatever it was, the copy ends with it
-                error = _as_ours(running.copy.what, failure)
+                error = as_ours(running.copy.what, failure)
                 logger.exception("%s failed", running.copy.what)
                 if agent is not None:
                     agent.close(timeout_s=TEARDOWN_S)
@@ -261,9 +261,3 @@ class CopyThreads:
                 )
             )
             self._changed.notify_all()
-
-
-def _as_ours(what: str, failure: Exception) -> PdOffloadError:
-    if isinstance(failure, PdOffloadError):
-        return failure
-    return PdOffloadError(f"{what}: {type(failure).__name__}: {failure}")
