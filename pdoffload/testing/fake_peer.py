@@ -167,7 +167,7 @@ class FakePeer:
 
     def _open_receiver(self, incarnation: str) -> FakeReceiver:
         receiver = FakeReceiver(incarnation, self.inbox.append, self._land)
-        receiver.open_to_cma = self.cluster.is_one_host
+        receiver.open_to_cma = self.cluster.is_one_host and not self.is_stock
         self.opened.append(receiver)
         return receiver
 

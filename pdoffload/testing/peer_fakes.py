@@ -148,7 +148,7 @@ class FakeReceiver:
 
 
 class FakeMovers:
-    """Writers of one peer. Orders wait for `advance`."""
+    """Writers of one peer. Orders wait for `advance`, or for `work`."""
 
     def __init__(
         self,
@@ -158,6 +158,10 @@ class FakeMovers:
     ) -> None:
         """`find` gives the receiving agent of some metadata, if its process lives."""
         self.orders: deque[Write | tuple[Check, object]] = deque()
+        self.is_stuck = False
+        """Nothing is written by `work`: orders to do so wait."""
+        self.uses_cma = True
+        """Where the other side is open to it."""
         self.forgotten: list[Target] = []
         self.adrift: list[Write] = []
         """Writes told as not settled: their bytes may land until `settle`."""
@@ -188,6 +192,20 @@ class FakeMovers:
             self._compare(*order)
         return True
 
+    @property
+    def has_work(self) -> bool:
+        return any(not (self.is_stuck and isinstance(order, Write)) for order in self.orders)
+
+    def work(self) -> bool:
+        """Carry out every order, but for writes that are stuck; whether there was one."""
+        had_work = self.has_work
+        for _ in range(len(self.orders)):
+            if self.is_stuck and isinstance(self.orders[0], Write):
+                self.orders.rotate(-1)
+            else:
+                self.advance()
+        return had_work
+
     def land(self) -> None:
         """Bytes of writes that are adrift arrive after all, where the other side still has its agent."""
         for write in self.adrift:
@@ -217,7 +235,7 @@ class FakeMovers:
         if receiver is None:
             return False
         # By cma a write that has begun goes on without the other side's agent.
-        by_cma = receiver.open_to_cma and write in self.adrift
+        by_cma = self.uses_cma and receiver.open_to_cma and write in self.adrift
         if receiver.stage is not Stage.OPEN and not by_cma:
             return False
         for key, slot, index in zip(write.keys, write.slots, write.indexes, strict=True):

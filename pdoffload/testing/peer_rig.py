@@ -65,6 +65,8 @@ class FakeCluster:
         address = Address(name, 5710)
         peer = FakePeer(self, address, terms or terms_of())
         peer.is_stock = is_stock
+        # It does not say who it is: docs/peers.md tells to keep it from cma.
+        peer.movers.uses_cma = not is_stock
         self.peers[address] = peer
         return peer
 
@@ -126,11 +128,17 @@ class FakeCluster:
             end.exchange.received(start.address, encode(message))
         return True
 
-    def step(self) -> bool:
-        """Everybody takes one turn, with all that has arrived; whether anything happened."""
+    def step(self, *, writers_first: bool = False) -> bool:
+        """Everybody takes one turn, with all that has arrived; whether anything happened, or is to come.
+
+        Writers carry out what a turn has ordered right after it; `writers_first`: what former turns have
+        ordered, before the messages of this one.
+        """
         moved = False
         awake = [peer for peer in self.peers.values() if not peer.is_frozen]
         for end in awake:
+            if writers_first:
+                moved = end.movers.work() or moved
             if not self.tells_ends_late:
                 moved = end.hear_of_ends() or moved
             for start in list(self.peers.values()):
@@ -138,11 +146,11 @@ class FakeCluster:
                     moved = True
             moved = end.hear_of_ends() or moved
             moved = end.turn() or moved
-            while end.movers.advance():
-                moved = True
+            if not writers_first:
+                moved = end.movers.work() or moved
         # What was sent to somebody who has had his turn.
         waits = any(self._queues.get((a.address, b.address)) for a in awake for b in awake)
-        return moved or waits or any(peer.wire.broken for peer in awake)
+        return moved or waits or any(peer.wire.broken or peer.movers.has_work for peer in awake)
 
     def run(self) -> None:
         """Until nothing moves any more; no time passes."""

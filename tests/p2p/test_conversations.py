@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdoffload.config import Verify
 from pdoffload.errors import NixlError
 from pdoffload.layout import BlockKey
-from pdoffload.memory.lending import ABSENT, FILLING, Presence
+from pdoffload.memory.lending import ABSENT, FILLING, READY, Presence
 from pdoffload.p2p.news import Keep, KeepEnds, Leave, Offer
 from pdoffload.p2p.receiving import Stage
 from pdoffload.p2p.terms import Deadlines
@@ -35,10 +35,16 @@ class Conversations(RuleBasedStateMachine):
     """Three processes, of one host or not; the third may run stock vLLM."""
 
     @initialize(
-        is_one_host=st.booleans(), third_is_stock=st.booleans(), verify=st.sampled_from(Verify)
+        is_one_host=st.booleans(),
+        third_is_stock=st.booleans(),
+        verify=st.sampled_from(Verify),
+        tells_ends_late=st.booleans(),
     )
-    def begin(self, is_one_host: bool, third_is_stock: bool, verify: Verify) -> None:
+    def begin(
+        self, is_one_host: bool, third_is_stock: bool, verify: Verify, tells_ends_late: bool
+    ) -> None:
         self.cluster = FakeCluster(max_peers=4, is_one_host=is_one_host)
+        self.cluster.tells_ends_late = tells_ends_late
         self.patches = ExitStack()
         self.patches.enter_context(self.cluster.neighbourhood())
         self.terms = terms_of(verify=verify)
@@ -83,8 +89,12 @@ class Conversations(RuleBasedStateMachine):
         elif what == "abandon":
             peer.index.abandon(self.filtered(peer, keys, FILLING))
         else:
-            peer.index.abandon(self.filtered(peer, KEYS, FILLING))
-            peer.reset()
+            self.forget_all(name)
+
+    def forget_all(self, name: str) -> None:
+        peer = self.by_name[name]
+        peer.index.abandon(self.filtered(peer, KEYS, FILLING))
+        peer.reset()
 
     @rule(
         name=names,
@@ -94,21 +104,65 @@ class Conversations(RuleBasedStateMachine):
         what=st.sampled_from(["ask", "ask", "pull", "pull", "pull", "leave"]),
     )
     def consumer(self, name: str, source: str, kv_id: str, chunks: list[int], what: str) -> None:
-        peer, other = self.by_name[name], self.by_name[source]
         request, keys = (name, source, kv_id), [KEYS[chunk] for chunk in chunks]
         if name == source:
             return
         if what == "ask":
-            new = [key for key in keys if (*request, key) not in self.asked]
-            peer.ask(other, f"{source} {kv_id}", new)
-            self.asked.update({(*request, key): self.now_s for key in new})
+            self.ask(request, keys)
         elif what == "pull":
-            absent = self.filtered(peer, keys, ABSENT)
-            if absent and len(absent) <= peer.index.pool.num_free:
-                job_id = peer.pull(other, f"{source} {kv_id}", absent)
-                self.pulled[(name, job_id)] = self.now_s
+            self.pull(request, keys)
         else:
             self.leave(request)
+
+    @rule(
+        request=st.tuples(names, names, st.sampled_from(IDS)),
+        steps=st.integers(0, 6),
+        writers_first=st.booleans(),
+        who=st.integers(0, 1),
+        what=st.sampled_from(["freeze", "cut", "restart", "leave", "ask", "reset", "late"]),
+    )
+    def something_happens_in_a_pull(
+        self, request: Name, steps: int, writers_first: bool, who: int, what: str
+    ) -> None:
+        """The chunks are there, so that the pull comes as far as these steps bring it."""
+        consumer, source = self.by_name[request[0]], self.by_name[request[1]]
+        if consumer is source:
+            return
+        source.hold(self.filtered(source, KEYS[:5], ABSENT))
+        held = [key for key in KEYS if source.index.find(key) is READY]
+        source.movers.is_stuck = source.movers.is_stuck or what == "late"
+        self.pull(request, held)
+        for _ in range(steps):
+            self.cluster.step(writers_first=writers_first)
+        if what == "freeze":
+            self.freeze(request[who])
+        elif what == "cut":
+            self.cluster.cut(consumer, source)
+        elif what == "restart":
+            self.restart(request[who])
+        elif what == "leave":
+            self.leave(request)
+        elif what == "ask":
+            self.ask(request, held)
+        elif what == "reset":
+            self.forget_all(request[who])
+        else:
+            self.time(DEADLINES.load_timeout_s + 1)
+            source.movers.is_stuck = False
+
+    def ask(self, request: Name, keys: Sequence[BlockKey]) -> None:
+        name, source, kv_id = request
+        new = [key for key in keys if (*request, key) not in self.asked]
+        self.by_name[name].ask(self.by_name[source], f"{source} {kv_id}", new)
+        self.asked.update({(*request, key): self.now_s for key in new})
+
+    def pull(self, request: Name, keys: Sequence[BlockKey]) -> None:
+        name, source, kv_id = request
+        peer = self.by_name[name]
+        absent = self.filtered(peer, keys, ABSENT)
+        if absent and len(absent) <= peer.index.pool.num_free:
+            job_id = peer.pull(self.by_name[source], f"{source} {kv_id}", absent)
+            self.pulled[(name, job_id)] = self.now_s
 
     def leave(self, request: Name) -> None:
         name, source, kv_id = request
@@ -154,21 +208,28 @@ class Conversations(RuleBasedStateMachine):
         elif queue:
             queue.append(queue[0])
 
-    @rule(name=names, what=st.sampled_from(["restart", "freeze", "full", "slow", "fail"]))
+    @rule(name=names, what=st.sampled_from(["restart", "freeze", "full", "slow", "stuck", "fail"]))
     def process(self, name: str, what: str) -> None:
         peer = self.by_name[name]
         if what == "restart":
             self.restart(name)
         elif what == "freeze":
-            peer.is_frozen = not peer.is_frozen
-            for book in (self.asked, self.pulled):  # deadlines count from when its service hears
-                book.update({each: self.now_s for each in book if each[0] == name})
+            self.freeze(name)
         elif what == "full":
             peer.wire.is_full = not peer.wire.is_full
+        elif what == "stuck":
+            peer.movers.is_stuck = not peer.movers.is_stuck
         elif what == "slow":
             peer.is_slow_to_open = not peer.is_slow_to_open
         elif peer.opened and peer.opened[-1].stage in (Stage.OPENING, Stage.OPEN):
             peer.opened[-1].fail(NixlError("progress", "a fault of the test"))
+
+    def freeze(self, name: str) -> None:
+        """Or let it go on."""
+        peer = self.by_name[name]
+        peer.is_frozen = not peer.is_frozen
+        for book in (self.asked, self.pulled):  # deadlines count from when its service hears
+            book.update({each: self.now_s for each in book if each[0] == name})
 
     def restart(self, name: str) -> None:
         self.cluster.kill(self.by_name[name])
@@ -178,10 +239,10 @@ class Conversations(RuleBasedStateMachine):
                 del book[each]
         self.kept = {each for each in self.kept if each[0] != name}
 
-    @rule(steps=st.integers(1, 3))
-    def step(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 3), writers_first=st.booleans())
+    def step(self, steps: int, writers_first: bool) -> None:
         for _ in range(steps):
-            self.cluster.step()
+            self.cluster.step(writers_first=writers_first)
 
     @rule()
     def run(self) -> None:
@@ -224,6 +285,7 @@ class Conversations(RuleBasedStateMachine):
         for name, peer in self.by_name.items():
             peer.is_frozen = peer.is_slow_to_open = peer.wire.is_full = False
             peer.movers.faults.clear()
+            peer.movers.is_stuck = False
             peer.index.abandon(self.filtered(peer, KEYS, FILLING))
             for kv_id in IDS:
                 self.end_keep(name, kv_id)
