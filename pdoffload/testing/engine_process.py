@@ -249,15 +249,22 @@ class EngineProcess:
         self.ask(Advance(duration_s))
 
     def let_pass(self, condition: Callable[[], object], what: str, limit_s: float) -> float:
-        """Let time pass for this engine, at most `limit_s`, until `condition()`; how much it took."""
+        """Let time pass for this engine, at most `limit_s`, until `condition()` holds, and holds on when its
+        threads have taken what came meanwhile; how much time it took."""
         passed_s = 0.0
-        while passed_s < limit_s and not condition():
+        while passed_s < limit_s and not self._holds_on(condition):
             self.advance(1.0)
             passed_s += 1.0
             SYSTEM_CLOCK.sleep(_PAUSE_S)
         # Its threads carry out in real time what the deadlines have decided.
         self.until(condition, f"{what} when {limit_s:g} s had passed")
         return passed_s
+
+    def _holds_on(self, condition: Callable[[], object]) -> bool:
+        if not condition():
+            return False
+        self.advance(0.0)
+        return bool(condition())
 
     def until(
         self, condition: Callable[[], object], what: str, within_s: float = PATIENCE_S
