@@ -396,3 +396,19 @@ def test_cpus_are_split_evenly_among_servers(
 def test_a_server_computes_on_the_cpus_it_was_given(tmp_path: Path) -> None:
     options = ServeOptions(model_dir=tmp_path, cpus=(4, 5), tensor_parallel=2)
     assert options.environment()["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
+
+
+def test_the_processes_of_a_server_wait_by_sleeping_and_find_what_ours_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its children too: the environment is theirs."""
+    (tmp_path / "elsewhere.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = subprocess.run(
+        [sys.executable, "-c", "import os, elsewhere; print(os.sched_yield.__module__)"],
+        env=ServeOptions(model_dir=tmp_path).environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.strip() == "sitecustomize"
