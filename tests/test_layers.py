@@ -43,8 +43,8 @@ SEAMS = {
     "torch": ("memory/device.py", "vllm/"),
     "vllm": ("vllm/",),
     "zmq": ("p2p/", "testing/raw_peer.py"),
-    # Benchmarks and the demo measure real processes, whose time no fake clock can move.
-    "time": ("clock.py", "bench/", "demo.py"),
+    # Benchmarks and the demo measure real processes, whose time no fake clock can move; servers are others.
+    "time": ("clock.py", "bench/", "demo.py", "testing/server_site/"),
 }
 
 LONGEST_FILE_LINES = 400

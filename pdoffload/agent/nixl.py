@@ -49,6 +49,7 @@ from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.metadata import agent_name_in
+from pdoffload.agent.plugins import why_not_loaded
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
 from pdoffload.clock import SYSTEM_CLOCK, Clock
@@ -132,8 +133,7 @@ class NixlDriver:
                 reason = error.reason
             else:
                 return params
-        listed = backend.name in self._agent.get_plugin_list()
-        why = "its libraries are missing or it refuses to start" if listed else "no such plugin"
+        why = why_not_loaded(backend.name) or "it loads, and refuses to start"
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
     def register(self, kind: MemoryKind, rows: Rows) -> Any:

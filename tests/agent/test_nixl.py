@@ -96,7 +96,9 @@ def test_c13_a_listed_plugin_that_cannot_start_says_so() -> None:
     reason = probe(PluginBackend("GDS_MT"))
     assert reason is not None
     assert "GDS_MT cannot be used" in reason
-    assert "NIXL_ERR_NOT_FOUND" in reason
+    if "refuses to start" not in reason:  # a machine with CUDA's runtime, and without a GPU
+        assert re.search(r"it does not load: \S+\.so\S*: cannot open shared object file", reason)
+    assert "NIXL_ERR_" in reason
     with pytest.raises(BackendUnusable, match="GDS_MT"):
         NixlAgent("gds", [PluginBackend("GDS_MT")])
 
