@@ -132,8 +132,10 @@ class Exchange:
         complaint.about(what)
 
     def _on_message(self, address: Address, message: Message) -> None:
-        if isinstance(message, Connect | Lookup | Fetch | AbortFetch):
-            # Our own line may have ended before this was sent: the answer would be lost on it.
+        if isinstance(message, Connect):
+            # Our own line may have ended before this was sent: the answer would be lost on it. What else
+            # comes is of the session that ends with the line, maybe from a process before the present one:
+            # the present one would hear that it has no session.
             ended = self.sessions.wire.look(address)
             if ended:
                 self.down(address, ended)
