@@ -21,12 +21,12 @@ _REMEDIES = {
     "libcudart.so": "install NVIDIA's CUDA runtime (nvidia-cuda-runtime-cu12 or the CUDA toolkit)",
     "libcuda.so": "it comes with NVIDIA's driver, for a machine with a GPU",
     "libcufile.so": "install NVIDIA's GPUDirect Storage (nvidia-cufile-cu12 or the CUDA toolkit)",
+    "version `FABRIC_": "install a newer libfabric",
     "libfabric.so": "install libfabric",
-    "FABRIC_": "install a newer libfabric",
     "libhwloc.so": "install hwloc (libhwloc15)",
     "libred_client.so": "it comes with DDN Infinia",
 }
-"""What the linker misses, and what brings it."""
+"""What the linker misses, and what brings it; the first that fits."""
 
 
 def plugin_dir() -> Path | None:

@@ -48,15 +48,21 @@ def test_a_symbol_version_that_is_too_old_is_named(folder: Path) -> None:
     versions.write_text("FABRIC_1.10 { global: fabric; };")
     script = f"-Wl,--version-script={versions}"
     compiled(
-        folder / "libnew.so", "int fabric(void) { return 1; }", script, "-Wl,-soname,libnew.so"
+        folder / "libfabric.so",
+        "int fabric(void) { return 1; }",
+        script,
+        "-Wl,-soname,libfabric.so",
     )
-    needs = ("-L", str(folder), "-lnew", f"-Wl,-rpath,{folder}")
+    needs = ("-L", str(folder), "-lfabric", f"-Wl,-rpath,{folder}")
     compiled(
         folder / "libplugin_OLD.so", "int fabric(void); int x(void) { return fabric(); }", *needs
     )
     versions.write_text("FABRIC_1.1 { global: fabric; };")
     compiled(
-        folder / "libnew.so", "int fabric(void) { return 1; }", script, "-Wl,-soname,libnew.so"
+        folder / "libfabric.so",
+        "int fabric(void) { return 1; }",
+        script,
+        "-Wl,-soname,libfabric.so",
     )
     said = why_not_loaded("OLD")
     assert "version `FABRIC_1.10' not found" in said
