@@ -113,6 +113,159 @@ class PosixBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 _QUEUE_PARAMS = {"uring": "use_uring", "aio": "use_aio", "posix_aio": "use_posix_aio"}
 
 
+class GdsMtBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """GDS_MT: device or host memory to files through cuFile, one blocking call per piece on a thread.
+
+    `num_threads` of the plugin's own pool; 0: half of the machine's cores.
+    """
+
+    num_threads: int = 0
+
+    name = "GDS_MT"
+
+    def __post_init__(self) -> None:
+        _require_ints(self, num_threads=(0, 256))
+
+    def candidates(self) -> tuple[Params, ...]:
+        """Parameters to try, in this order, until the plugin accepts one set."""
+        return ({"thread_count": str(self.num_threads)} if self.num_threads else {},)
+
+
+class GdsBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """GDS: device or host memory to files through cuFile's batch calls.
+
+    `max_batches` prepared at the start, each of `batch_pieces`; a longer piece than `max_piece_bytes` is
+    cut by the plugin.
+    """
+
+    max_batches: int = 16
+    batch_pieces: int = 128
+    max_piece_bytes: int = 16 << 20
+
+    name = "GDS"
+
+    def __post_init__(self) -> None:
+        _require_ints(
+            self, max_batches=(1, 1024), batch_pieces=(1, 4096), max_piece_bytes=(4096, 1 << 30)
+        )
+
+    def candidates(self) -> tuple[Params, ...]:
+        """Parameters to try, in this order, until the plugin accepts one set."""
+        return (
+            {
+                "batch_pool_size": str(self.max_batches),
+                "batch_limit": str(self.batch_pieces),
+                "max_request_size": str(self.max_piece_bytes),
+            },
+        )
+
+
+class ObjBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OBJ: memory to the objects of one bucket of an S3 store. `repr` shows no credential.
+
+    Without credentials the AWS SDK looks for them (environment, files, the machine's role).
+    `endpoint` is a URL, empty: AWS itself. `checksums` "supported" has the SDK add its own to every
+    upload, which some stores refuse; "required" only where the S3 interface demands one.
+    """
+
+    bucket: str
+    endpoint: str = ""
+    scheme: Literal["http", "https"] = "https"
+    region: str = ""
+    access_key: str = ""
+    secret_key: str = ""
+    session_token: str = ""
+    ca_bundle: str = ""
+    checksums: Literal["required", "supported"] = "required"
+    num_threads: int = 4
+
+    name = "OBJ"
+
+    def __post_init__(self) -> None:
+        _require_ints(self, num_threads=(1, 256))
+
+    def candidates(self) -> tuple[Params, ...]:
+        """Parameters to try, in this order, until the plugin accepts one set."""
+        params = {
+            "bucket": self.bucket,
+            "endpoint_override": self.endpoint,
+            "scheme": self.scheme,
+            "region": self.region,
+            "access_key": self.access_key,
+            "secret_key": self.secret_key,
+            "session_token": self.session_token,
+            "ca_bundle": self.ca_bundle,
+            "req_checksum": self.checksums,
+            "resp_checksum": self.checksums,
+            "num_threads": str(self.num_threads),
+        }
+        return ({name: value for name, value in params.items() if value},)
+
+    def __repr__(self) -> str:
+        return f"<ObjBackend bucket {self.bucket!r} at {self.endpoint or 'AWS'}>"
+
+
+class AzureBlobBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AZURE_BLOB: memory to the blobs of one container. `repr` shows no credential.
+
+    `connection_string` carries the account and its key; without it `account_url` does the first, and
+    Azure's own chain of credentials the second.
+    """
+
+    container: str
+    account_url: str = ""
+    connection_string: str = ""
+    ca_bundle: str = ""
+    num_threads: int = 4
+
+    name = "AZURE_BLOB"
+
+    def __post_init__(self) -> None:
+        _require_ints(self, num_threads=(1, 256))
+
+    def candidates(self) -> tuple[Params, ...]:
+        """Parameters to try, in this order, until the plugin accepts one set."""
+        params = {
+            "container_name": self.container,
+            "account_url": self.account_url,
+            "connection_string": self.connection_string,
+            "ca_bundle": self.ca_bundle,
+            "num_threads": str(self.num_threads),
+        }
+        return ({name: value for name, value in params.items() if value},)
+
+    def __repr__(self) -> str:
+        return f"<AzureBlobBackend container {self.container!r}>"
+
+
+class LibfabricBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LIBFABRIC: memory to memory of other processes and hosts (EFA, or libfabric's other providers).
+
+    `num_threads` > 0 posts from a pool of the plugin's own.
+    """
+
+    num_threads: int = 0
+
+    name = "LIBFABRIC"
+
+    def __post_init__(self) -> None:
+        _require_ints(self, num_threads=(0, 64))
+
+    def candidates(self) -> tuple[Params, ...]:
+        """Parameters to try, in this order, until the plugin accepts one set."""
+        return ({"num_threads": str(self.num_threads)} if self.num_threads else {},)
+
+
+class MooncakeBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """MOONCAKE: memory to memory of other processes and hosts, by the Transfer Engine."""
+
+    name = "MOONCAKE"
+
+    def candidates(self) -> tuple[Params, ...]:
+        """Parameters to try, in this order, until the plugin accepts one set."""
+        return ({},)
+
+
 class PluginBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Any other plugin of `KNOWN_BACKENDS`, with the plugin's own defaults."""
 
@@ -126,17 +279,38 @@ class PluginBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ({},)
 
 
-Backend = UcxBackend | PosixBackend | PluginBackend
+Backend = (
+    UcxBackend
+    | PosixBackend
+    | GdsMtBackend
+    | GdsBackend
+    | ObjBackend
+    | AzureBlobBackend
+    | LibfabricBackend
+    | MooncakeBackend
+    | PluginBackend
+)
+_WITH_DEFAULTS = {
+    each.name: each
+    for each in (
+        UcxBackend,
+        PosixBackend,
+        GdsMtBackend,
+        GdsBackend,
+        LibfabricBackend,
+        MooncakeBackend,
+    )
+}
 
 
 def backend_named(name: str) -> Backend:
-    """The backend `name` with default parameters; `ConfigError` with the nearest name if unknown."""
+    """The backend `name` with default parameters; `ConfigError` with the nearest name if unknown.
+
+    OBJ and AZURE_BLOB have no defaults to work with: they come as plugins that NIXL itself refuses.
+    """
     refuse_unknown(name)
-    if name == UcxBackend.name:
-        return UcxBackend()
-    if name == PosixBackend.name:
-        return PosixBackend()
-    return PluginBackend(name)
+    known = _WITH_DEFAULTS.get(name)
+    return PluginBackend(name) if known is None else known()
 
 
 def refuse_unknown(name: object) -> None:
