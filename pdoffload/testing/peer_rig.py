@@ -70,14 +70,15 @@ class FakeCluster:
         self.peers[address] = peer
         return peer
 
-    def kill(self, peer: FakePeer) -> None:
-        """The process is gone, and so are all lines to and from it."""
+    def kill(self, peer: FakePeer, *, last_words: bool = False) -> None:
+        """The process is gone, and so are all lines to and from it. `last_words`: what it had sent is
+        not lost, and arrives as if from its successor under the address."""
         del self.peers[peer.address]
         for other in self.peers.values():
             other.wire.break_line(peer.address)
-        for pair in list(self._queues):
-            if peer.address in pair:
-                del self._queues[pair]
+        for start, end in list(self._queues):
+            if end == peer.address or (start == peer.address and not last_words):
+                del self._queues[start, end]
 
     def cut(self, one: FakePeer, other: FakePeer) -> None:
         """The lines between two break; what was on them is lost."""

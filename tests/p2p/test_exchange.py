@@ -11,7 +11,15 @@ from pdoffload.errors import CorruptChunk, DeadlineExceeded
 from pdoffload.memory.lending import READY
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.arrivals import QUIET_S
-from pdoffload.p2p.messages import AbortAck, AbortFetch, Fetch, Message, TransferDone, encode
+from pdoffload.p2p.messages import (
+    AbortAck,
+    AbortFetch,
+    Disconnect,
+    Fetch,
+    Message,
+    TransferDone,
+    encode,
+)
 from pdoffload.p2p.news import Ask, Keep, KeepEnds, Leave, Offer
 from pdoffload.p2p.terms import Deadlines
 from pdoffload.testing.fake_peer import FakePeer, terms_of
@@ -476,3 +484,22 @@ def test_one_process_may_pull_and_keep_the_same_chunks(cluster: FakeCluster) -> 
     cluster.run()
     assert middle.ended[pulled].failed == ()
     assert last.ended[job].failed == ()
+
+
+def test_c17_the_last_words_of_a_killed_process_are_not_answered_to_its_successor(
+    cluster: FakeCluster, prefiller: FakePeer, decoder: FakePeer
+) -> None:
+    prefiller.hold(KEYS)
+    decoder.pull(prefiller, "first", KEYS[:2])
+    cluster.run()
+    decoder.pull(prefiller, "second", KEYS[2:4])
+    decoder.turn()
+    cluster.kill(decoder, last_words=True)
+    cluster.tells_ends_late = True
+    successor = cluster.start("decoder")
+    job = successor.pull(prefiller, "third", KEYS[4:])
+    successor.turn()
+    cluster.run()
+    sent = [type(each) for start, end, each in cluster.seen if end is successor]
+    assert Disconnect not in sent
+    assert successor.ended[job].failed == ()
