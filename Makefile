@@ -5,7 +5,7 @@ BIN := .venv/bin
 MODEL := .cache/models/smollm2-135m-instruct
 # A hang dumps every stack. pytest-timeout ends a test that is slow; the second pair is for one that
 # holds the interpreter lock, where pytest-timeout's thread cannot run.
-PYTEST := $(BIN)/pytest --import-mode=importlib \
+PYTEST := $(BIN)/pytest --import-mode=importlib --durations=40 --durations-min=5 \
 	-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 .DEFAULT_GOAL := help
