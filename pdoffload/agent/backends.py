@@ -31,7 +31,7 @@ KNOWN_BACKENDS = (
     "INFINIA",
     "UCCL",
 )
-"""Every plugin name NIXL 1.4 and 1.5 document. Known is not usable: ask `pdoffload.agent.plugins.usability`."""
+"""Every plugin name NIXL 1.4 and 1.5 document. Known is not usable: ask `agent.plugins.usability`."""
 
 Ranges = Mapping[str, tuple[int, int]]
 """Of a backend's numbers: the least and the greatest."""

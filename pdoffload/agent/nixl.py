@@ -61,7 +61,7 @@ from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.limits import FileLimits
 from pdoffload.agent.metadata import agent_name_in
-from pdoffload.agent.plugins import why_not_loaded
+from pdoffload.agent.plugins import usability
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
 from pdoffload.clock import SYSTEM_CLOCK, Clock
@@ -143,7 +143,7 @@ class NixlDriver:
                 reason = error.reason
             else:
                 return params
-        why = why_not_loaded(backend.name) or "it loads, and refuses to start"
+        why = usability(backend.name).why or "it loads, and refuses to start"
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
     def register(self, kind: MemoryKind, rows: Rows) -> Any:
