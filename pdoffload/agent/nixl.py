@@ -43,6 +43,7 @@ And of peers, between processes over TCP and over cma, on 1.5.1:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -66,9 +67,6 @@ from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
-
-_abandoned: list[object] = []
-"""NIXL objects under which file I/O still ran when their agent was closed: never to be destroyed."""
 
 # Raised by NIXL's core before a plugin has seen the request.
 _NOT_POSTED = (
@@ -269,8 +267,11 @@ class NixlDriver:
 
     def close(self, *, abandon: bool) -> None:
         if abandon:
-            # The handles too: NIXL's Python layer releases a handle that is garbage.
-            _abandoned.append((self._agent, self._requests))
+            # The handles too: NIXL's Python layer releases a handle that is garbage. One reference too
+            # many, and not a list of this module: that one goes when the interpreter ends, and GDS_MT
+            # would keep the process until its I/O has ended.
+            left = (self._agent, self._requests)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         del self._agent
 
 

@@ -102,9 +102,7 @@ def build(source: Path, folder: Path) -> None:
     """Compile the library into `folder`."""
     command = ["gcc", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
     library = folder / SONAME
-    subprocess.run(
-        [*command, f"-Wl,-soname,{SONAME}", "-o", str(library), str(source)], check=True
-    )
+    subprocess.run([*command, f"-Wl,-soname,{SONAME}", "-o", str(library), str(source)], check=True)
 
 
 def library_folder(package: str, name: str) -> Path | None:
