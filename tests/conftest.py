@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from pdoffload.agent.needs import GPU_DEVICES
 from pdoffload.testing.cufile import MARK, build, environment, library_folder
 
 CACHE = Path(__file__).parents[1] / ".cache"
@@ -35,6 +37,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (module, remedy) in NEEDED_MODULES.items():
         if item.get_closest_marker(marker) and importlib.util.find_spec(module) is None:
             _miss(f"{module} is not installed: {remedy}")
+    if item.get_closest_marker("gpu") and not glob.glob(GPU_DEVICES):
+        pytest.skip(f"no GPU here ({GPU_DEVICES}); on a machine with one: scripts/gpu_check.sh")
 
 
 @pytest.fixture(scope="session")

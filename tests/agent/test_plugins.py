@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdoffload.agent import plugins
-from pdoffload.agent.plugins import plugin_dir, why_not_loaded
+from pdoffload.agent.needs import Device, Needs, StartCheck
+from pdoffload.agent.plugins import Usability, plugin_dir, usability, why_not_loaded
+from pdoffload.errors import ConfigError
 
 
 @pytest.fixture
@@ -89,3 +93,131 @@ def test_nixls_own_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert (found / "libplugin_UCX.so").is_file()
     assert why_not_loaded("UCX") == ""
+
+
+# --- usable, or why not ---
+
+PLUGIN = "UCCL"
+"""Any name that NIXL's wheel does not bring."""
+START = StartCheck("libstart.so", "start", "wind it up")
+
+
+@pytest.fixture
+def needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says what the plugin needs, in a folder that has it."""
+    compiled(folder / f"libplugin_{PLUGIN}.so", "int x;")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+
+    def set_needs(**changes: Any) -> None:
+        needs = Needs(memory=("DRAM",), far="files", use="", tested="", **changes)
+        monkeypatch.setitem(plugins.NEEDS, PLUGIN, needs)
+
+    return set_needs
+
+
+def starting(folder: Path, body: str) -> None:
+    status = "typedef struct { int err, cu_err; } Status;"
+    compiled(
+        folder / START.library, f"#include <stdlib.h>\n{status} Status start(void) {{ {body} }}"
+    )
+
+
+def test_one_that_needs_nothing_and_loads_is_usable(needs: Callable[..., None]) -> None:
+    needs()
+    assert usability(PLUGIN) == Usability(PLUGIN)
+    assert usability(PLUGIN).usable
+
+
+def test_one_that_starts_is_usable_and_what_it_lacks_is_remarked(
+    folder: Path, needs: Callable[..., None]
+) -> None:
+    starting(folder, "return (Status){0, 7};")
+    needs(start=START, devices=(Device(pattern="/dev/no-such*", without="it is slower"),))
+    found = usability(PLUGIN)
+    assert (found.usable, found.why) == (True, "")
+    assert found.remarks == ("/dev/no-such* is not there: it is slower",)
+
+
+def test_one_that_does_not_start_is_told_with_number_likely_cause_and_remedy(
+    folder: Path, needs: Callable[..., None]
+) -> None:
+    starting(folder, "return (Status){42, 0};")
+    lacks = (
+        Device(pattern="/dev/null", without="impossible"),
+        Device(pattern="/dev/no-such*", without="there is none"),
+        Device(pattern="/dev/nor-such*", without="nor that"),
+    )
+    needs(start=START, devices=lacks)
+    assert usability(PLUGIN).why == (
+        "it loads, and libstart.so refuses to start (error 42); "
+        "/dev/no-such* is not there: there is none; wind it up"
+    )
+
+
+def test_a_device_without_which_it_is_of_no_use_is_a_reason(needs: Callable[..., None]) -> None:
+    needs(devices=(Device(pattern="/dev/no-such*", without="nothing moves", needed=True),))
+    found = usability(PLUGIN)
+    assert not found.usable
+    assert found.reason == "/dev/no-such* is not there: nothing moves"
+    needs(devices=(Device(pattern="/dev/nul*", without="", needed=True),))
+    assert usability(PLUGIN).usable
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("abort();", "ends a process by signal 6"),
+        ("for (;;) {}", "does not load within 0.5 s"),
+    ],
+)
+def test_a_start_that_crashes_or_hangs_does_so_elsewhere(
+    folder: Path,
+    needs: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    told: str,
+) -> None:
+    starting(folder, body)
+    needs(start=START)
+    monkeypatch.setattr(plugins, "LOAD_TIMEOUT_S", 0.5 if "for" in body else 5.0)
+    assert usability(PLUGIN).reason.endswith(told)
+
+
+def test_what_a_start_prints_does_not_hide_its_answer(
+    folder: Path, needs: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    starting(folder, 'system("echo out; echo err >&2"); return (Status){9, 0};')
+    needs(start=START)
+    assert "(error 9)" in usability(PLUGIN).reason
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_start_leaves_no_file_where_the_engine_was_started(
+    folder: Path, needs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting(folder, 'system("touch start.log"); return (Status){0, 0};')
+    needs(start=START)
+    here = folder / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert usability(PLUGIN).usable
+    assert list(here.iterdir()) == []
+
+
+def test_one_that_is_missing_is_told_with_what_brings_it(folder: Path) -> None:
+    assert usability("MOONCAKE").why == (
+        f"this NIXL has no such plugin (looked in {folder}); "
+        "it comes with a NIXL that was built with it"
+    )
+
+
+def test_without_a_wheel_of_nixl_the_remedy_is_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "plugin_dir", lambda: None)
+    assert usability("UCX").remedy == "get NIXL by: pip install pdoffload[nixl]"
+
+
+@pytest.mark.parametrize("name", ["posix", "NOPE", ["posix"], None])
+def test_c13_a_name_that_is_not_known_is_an_error_with_the_known_ones(name: Any) -> None:
+    with pytest.raises(ConfigError, match="is not known") as caught:
+        usability(name)
+    assert "GDS_MT" in str(caught.value)

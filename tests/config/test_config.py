@@ -363,7 +363,7 @@ def test_every_plugin_of_the_fs_tier_can_be_named(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["NOPE", "gds_mt", ["GDS_MT"], None, ""])
 def test_another_one_is_told_those_there_are(backend: Any) -> None:
     problem = the_problem(with_tier(backend=backend))
-    assert problem.endswith("; allowed: auto, POSIX, GDS_MT, GDS")
+    assert problem.endswith("; allowed: GDS, GDS_MT, POSIX, auto")
 
 
 @pytest.mark.parametrize(

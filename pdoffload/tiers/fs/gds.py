@@ -18,7 +18,7 @@ import numpy as np
 from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.backends import GdsBackend, GdsMtBackend
 from pdoffload.agent.descriptors import MemoryKind, pieces
-from pdoffload.agent.needs import GPU_DEVICES
+from pdoffload.agent.needs import GPU_DEVICES, NEEDS
 from pdoffload.agent.nixl import NixlAgent
 from pdoffload.agent.plugins import usability
 from pdoffload.agent.transfer import Transfer, TransferState
@@ -61,10 +61,9 @@ def choose(
     A file is written to `path` and removed. Raises `ConfigError` with reason and remedy if `name` does
     not work; takes less than five seconds.
     """
-    if name == "GDS":
-        backend: CufileBackend = _gds(use)
-    else:
-        backend = GdsMtBackend(num_threads=_THREADS)
+    backend: CufileBackend = _gds(use) if name == "GDS" else GdsMtBackend(num_threads=_THREADS)
+    if not NEEDS[backend.name].tells_failures:
+        _require_proof(backend.name, use)
     found = usability(backend.name)
     reason = found.why or _trial(backend, use, path, clock)
     if not reason:
@@ -81,22 +80,26 @@ def choose(
     return f"GDS_MT is not usable here: {reason}"
 
 
-def _gds(use: Use) -> GdsBackend:
-    """For one request at a time of `most_chunks` chunks and trailers. `ConfigError` if it would not do."""
+def _require_proof(name: str, use: Use) -> None:
+    """Raise `ConfigError` unless the tier sees by itself which bytes did not arrive."""
     if use.verify is not Verify.ALWAYS:
         raise ConfigError(
             [
-                "backend: 'GDS' does not tell of a read that failed: it needs `verify` to be always, "
+                f"backend: {name!r} does not tell of a read that failed: it needs `verify` to be always, "
                 f"not {use.verify.value}; use GDS_MT"
             ]
         )
     if not use.shows_holes:
         raise ConfigError(
             [
-                "backend: 'GDS' does not tell of a write that failed, and the file system of root_dir "
+                f"backend: {name!r} does not tell of a write that failed, and the file system of root_dir "
                 "does not show what was never written; use GDS_MT or POSIX"
             ]
         )
+
+
+def _gds(use: Use) -> GdsBackend:
+    """For one request at a time of `most_chunks` chunks and trailers."""
     for cut_bytes in _CUTS_BYTES:
         if use.most_chunks * (-(-use.chunk_bytes // cut_bytes) + 1) <= _BATCH_PIECES:
             return GdsBackend(max_batches=1, batch_pieces=_BATCH_PIECES, max_piece_bytes=cut_bytes)
