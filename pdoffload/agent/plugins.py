@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from pdoffload.agent.backends import refuse_unknown
-from pdoffload.agent.needs import NEEDS, StartCheck
+from pdoffload.agent.needs import NEEDS, Needs
 
-LOAD_TIMEOUT_S = 3.0
+LOAD_TIMEOUT_S = 4.0
 # Loads argv[1]; with two more, calls the function argv[3] of the library argv[2] and expects a 0.
 _ASK = """
 import ctypes, sys
@@ -40,7 +40,7 @@ except OSError as e:
     print(f"\\n{e}", file=sys.stderr)
     sys.exit(2)
 """
-_DOES_NOT_LOAD, _DOES_NOT_START = 2, 3
+_DOES_NOT_START = 3
 _REMEDIES = {
     "libcudart.so": "install NVIDIA's CUDA runtime (nvidia-cuda-runtime-cu12 or the CUDA toolkit)",
     "libcuda.so": "it comes with NVIDIA's driver, for a machine with a GPU",
@@ -98,31 +98,25 @@ def usability(name: str) -> Usability:
     needs = NEEDS[name]
     absent = [device for device in needs.devices if not glob.glob(device.pattern)]
     missed = tuple(f"{each.pattern} is not there: {each.without}" for each in absent)
-    found = _ask(name, needs.start, likely="".join(missed[:1]))
+    found = _ask(name, needs, likely="".join(missed[:1]))
     if not found.usable:
         return found
     blocking = [line for line, each in zip(missed, absent, strict=True) if each.needed]
     return Usability(name, "; ".join(blocking), remarks=() if blocking else missed)
 
 
-def why_not_loaded(name: str) -> str:
-    """What keeps the plugin `name` from being loaded, and the remedy where one is known.
-
-    Empty if it loads, which does not say that it can be used. Takes `LOAD_TIMEOUT_S` at most; any thread.
-    """
-    return _ask(name, None).why
-
-
-def _ask(name: str, start: StartCheck | None, *, likely: str = "") -> Usability:
-    """`likely` is why it does not start, if it does not."""
+def _ask(name: str, needs: Needs, *, likely: str) -> Usability:
+    """Ask the linker, and what is to start whether it does; `likely` is why not, if it does not."""
     folder = plugin_dir()
-    library = folder / f"libplugin_{name}.so" if folder is not None else None
-    if library is None or not library.is_file():
-        looked = folder or "no folder: no wheel is installed"
-        remedy = f"it comes with {NEEDS[name].comes_with}" if name in NEEDS else ""
-        if folder is None:
-            remedy = "get NIXL by: pip install pdoffload[nixl]"
-        return Usability(name, f"this NIXL has no such plugin (looked in {looked})", remedy)
+    if folder is None:
+        return Usability(
+            name, "no wheel of NIXL is installed", "get NIXL by: pip install pdoffload[nixl]"
+        )
+    library = folder / f"libplugin_{name}.so"
+    if not library.is_file():
+        reason = f"this NIXL has no such plugin (looked in {folder})"
+        return Usability(name, reason, f"it comes with {needs.comes_with}")
+    start = needs.start
     steps = [str(library)] if start is None else [str(library), start.library, start.function]
     try:
         # In a folder of its own: some libraries write a log where they are started.
