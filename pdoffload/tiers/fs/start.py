@@ -12,13 +12,15 @@ from typing import Literal
 import msgspec
 
 from pdoffload.agent.agent import Agent
-from pdoffload.agent.backends import PosixBackend
+from pdoffload.agent.backends import Backend, PosixBackend
 from pdoffload.agent.nixl import NixlAgent, probe
+from pdoffload.clock import Clock
 from pdoffload.config import FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import PAGE_BYTES
 from pdoffload.tiers.base import TierContext, Verify
 from pdoffload.tiers.chunkfile import ChunkFormat
+from pdoffload.tiers.fs.gds import Use, choose
 from pdoffload.tiers.fs.lane import MakeAgent, Terms
 from pdoffload.tiers.fs.paths import Namespace, open_namespace
 from pdoffload.tiers.fs.quota import Quota
@@ -47,10 +49,6 @@ def prepare(
     config: FsTierConfig, context: TierContext, *, rank: int, make_agent: MakeAgent | None
 ) -> Start:
     """Try everything out, make folders, and sweep. Raises `ConfigError` before a thread is started."""
-    if config.backend not in ("auto", "POSIX"):
-        raise ConfigError(
-            [f"backend: {config.backend!r} is not usable in this version; use auto or POSIX"]
-        )
     space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
     sweep(space, context.clock)
     writer = WriterDir(space)
@@ -69,11 +67,20 @@ def _start(
     make_agent: MakeAgent | None,
 ) -> Start:
     abilities = probe_files(config, space, writer, context.region.address)
-    make_agent = make_agent or _agent_maker(config, context, direct=abilities.open_flags != 0)
     form = ChunkFormat(context.region.geometry.chunk_bytes, context.run_config.fingerprint)
     most_chunks, most_threads = request_limits(
         form.chunk_bytes, max(config.n_read_threads, config.n_write_threads)
     )
+    if make_agent is None:
+        use = Use(
+            chunk_bytes=form.chunk_bytes,
+            most_chunks=most_chunks,
+            verify=context.verify,
+            shows_holes=abilities.shows_holes,
+            open_flags=abilities.open_flags,
+            file_mode=space.file_mode,
+        )
+        make_agent = _agent_maker(config, use, writer.temp_path(), context.clock)
     quota = None if config.max_bytes is None else Quota(space, config.max_bytes, context.clock)
     terms = Terms(
         region=context.region,
@@ -152,8 +159,11 @@ def _try_write(path: str, mode: int, flags: int) -> bool:
         os.unlink(path)
 
 
-def posix_backend(config: FsTierConfig, *, direct: bool) -> PosixBackend:
-    """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason."""
+def posix_backend(config: FsTierConfig, *, direct: bool, because: str = "") -> PosixBackend:
+    """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason.
+
+    `because` goes into the line that says what was taken.
+    """
     queues: tuple[Queue, ...] = _QUEUES if config.io == "auto" else (config.io,)
     reasons: list[str] = []
     for queue in queues:
@@ -161,7 +171,8 @@ def posix_backend(config: FsTierConfig, *, direct: bool) -> PosixBackend:
         reason = probe(backend)
         if reason is None:
             mode = "direct" if direct else "buffered"
-            refused = f" ({'; '.join(reasons)})" if reasons else ""
+            told = [*([because] if because else []), *reasons]
+            refused = f" ({'; '.join(told)})" if told else ""
             _log.info("the fs tier moves bytes by NIXL POSIX, %s, %s%s", queue, mode, refused)
             return backend
         reasons.append(f"{queue}: {reason}")
@@ -185,10 +196,15 @@ def _sound_sizes(form: ChunkFormat, verify: Verify) -> tuple[int, ...]:
     return (form.file_bytes,) if verify is Verify.ALWAYS else (form.file_bytes, form.chunk_bytes)
 
 
-def _agent_maker(config: FsTierConfig, context: TierContext, *, direct: bool) -> MakeAgent:
-    backend = posix_backend(config, direct=direct)
+def _agent_maker(config: FsTierConfig, use: Use, trial_path: str, clock: Clock) -> MakeAgent:
+    backend: Backend | str = ""
+    if config.backend != "POSIX":
+        backend = choose(config.backend, use, trial_path, clock)
+    if isinstance(backend, str):
+        backend = posix_backend(config, direct=use.open_flags != 0, because=backend)
+    chosen: Backend = backend
 
     def make(name: str) -> Agent:
-        return NixlAgent(name, [backend], clock=context.clock)
+        return NixlAgent(name, [chosen], clock=clock)
 
     return make
