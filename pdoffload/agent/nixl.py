@@ -28,6 +28,8 @@ And of peers, between processes over TCP and over cma, on 1.5.1:
 - Removing a peer closes its endpoint here, but UCX keeps one that the other side is connected to until
   a worker ends (ucp_ep_disconnected): one descriptor a time by cma, two by TCP, on both sides.
   When the other agent is closed, nothing is left.
+
+LIBFABRIC differs in many of these points: see `pdoffload.agent.fabric`.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ from typing import Any
 
 import numpy as np
 
+from pdoffload.agent import fabric
 from pdoffload.agent.agent import Op
 from pdoffload.agent.backends import Backend, PosixBackend, UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
-from pdoffload.agent.metadata import agent_name_in
+from pdoffload.agent.metadata import Metadata, agent_name_in, read_metadata
 from pdoffload.agent.plugins import why_not_loaded
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
@@ -121,6 +124,11 @@ class NixlDriver:
         posix = next((each for each in backends if isinstance(each, PosixBackend)), None)
         self._max_ios = posix.max_ios if posix else None
         self._endpoints = UcxEndpoints(name) if "UCX" in self.params else None
+        self._peers: dict[str, Metadata] = {}
+        has_fabric = fabric.NAME in self.params
+        self._parked = fabric.ParkedPeers() if has_fabric else None
+        self._forgiving = fabric.ForgivingProgress() if has_fabric else None
+        self._landing_pad: tuple[Rows, Any] | None = None
         self._ios = 0
         self._requests: set[_Request] = set()
 
@@ -149,31 +157,57 @@ class NixlDriver:
         return agent_name_in(metadata)
 
     def add_peer(self, metadata: bytes) -> None:
+        peer = read_metadata(metadata)
+        if not set(self._memory_backends) & set(peer.addresses):
+            reason = f"no backend in common: {list(self.params)} here, {list(peer.addresses)} there"
+            raise NixlError("add_remote_agent", reason)
         if self._endpoints:
             self._endpoints.expect()
-        _call("add_remote_agent", self._agent.add_remote_agent, metadata)
+        if self._parked:
+            self._parked.add(peer.name, metadata, lambda: self._make_known(metadata))
+        else:
+            self._make_known(metadata)
+        self._peers[peer.name] = peer
         if self._endpoints:
-            self._endpoints.note(agent_name_in(metadata))
+            self._endpoints.note(peer.name)
+
+    def _make_known(self, metadata: bytes) -> None:
+        _call("add_remote_agent", self._agent.add_remote_agent, metadata)
 
     def remove_peer(self, name: str) -> None:
         if self._endpoints:
             self._endpoints.forget(name)
-        _call("remove_remote_agent", self._agent.remove_remote_agent, name)
+        if self._parked:
+            self._parked.remove(name)
+        else:
+            _call("remove_remote_agent", self._agent.remove_remote_agent, name)
+        self._peers.pop(name, None)
+
+    def _backend_to(self, peer: str) -> str:
+        """The first backend of ours, in the order they were named in, by which `peer` can be reached."""
+        theirs = self._peers[peer].addresses
+        return next(each for each in self._memory_backends if each in theirs)
 
     def transport_of(self, name: str) -> str:
-        if len(self._memory_backends) != 1:
-            return UNKNOWN
-        if self._endpoints:
+        backend = self._backend_to(name)
+        if backend == fabric.NAME:
+            return fabric.transport_to(self._peers[name])
+        if backend == "UCX" and self._endpoints:
             return self._endpoints.transport_of(name)
-        return self._memory_backends[0]
+        return backend
 
     def progress(self) -> int:
-        told = _call("get_new_notifs", self._agent.get_new_notifs)
-        return sum(len(messages) for messages in told.values())
+        if self._forgiving:
+            told = self._forgiving(lambda: _call("get_new_notifs", self._agent.get_new_notifs))
+        else:
+            told = _call("get_new_notifs", self._agent.get_new_notifs)
+        return sum(len(messages) for messages in (told or {}).values())
 
     def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> _Request:
         to_file = remote.kind is MemoryKind.FILE
         backends = self._file_backends if to_file else self._memory_backends
+        if peer is not None and not to_file:
+            backends = [self._backend_to(peer)]
         if not backends:
             reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
             raise NixlError("initialize_xfer", reason)
@@ -186,23 +220,50 @@ class NixlDriver:
             # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
             # its read is not.
             op, local, remote = Op.WRITE, remote, local
-        sides = [
+        handles = [self._initialize(op, (local, remote), peer, backends)]
+        if backends[0] == fabric.NAME and op is Op.WRITE:
+            try:
+                handles.append(self._make_landing(remote, peer, backends))
+            except NixlError:
+                _call("release_xfer_handle", self._agent.release_xfer_handle, handles[0])
+                raise
+        request = _Request(handles, ios, remote.rows if self._short_is_done and to_file else None)
+        self._ios += ios
+        self._requests.add(request)
+        return request
+
+    def _initialize(
+        self,
+        op: Op,
+        sides: tuple[Descriptors, Descriptors],
+        peer: str | None,
+        backends: Sequence[str],
+    ) -> Any:
+        described = [
             _call("get_xfer_descs", self._agent.get_xfer_descs, side.rows, side.kind.value)
-            for side in (local, remote)
+            for side in sides
         ]
-        handle = _call(
+        return _call(
             "initialize_xfer",
             self._agent.initialize_xfer,
             op.value,
-            *sides,
+            *described,
             peer or self._name,
             b"",
             backends,
         )
-        self._ios += ios
-        request = _Request(handle, ios, remote.rows if self._short_is_done and to_file else None)
-        self._requests.add(request)
-        return request
+
+    def _make_landing(self, remote: Descriptors, peer: str | None, backends: Sequence[str]) -> Any:
+        """The read that ends when what was written to `remote` has landed."""
+        if self._landing_pad is None:
+            pad = np.zeros(1, dtype=np.uint8)
+            rows = np.array([[pad.ctypes.data, 1, 0]], dtype=np.uint64)
+            self._landing_pad = rows, (pad, self.register(MemoryKind.DRAM, rows))
+        sides = (
+            Descriptors(MemoryKind.DRAM, self._landing_pad[0]),
+            Descriptors(remote.kind, fabric.tail_of(remote.rows)),
+        )
+        return self._initialize(Op.READ, sides, peer, backends)
 
     def start(self, handle: _Request) -> Verdict:
         return self._judge("transfer", self._agent.transfer, handle)
@@ -218,19 +279,21 @@ class NixlDriver:
         if state == "PROC":
             return RUNNING
         if state == "DONE":
+            if request.advance():
+                return self._judge("transfer", self._agent.transfer, request)
             return self._confirm(request)
         return self._diagnose(request, NixlError(name, f"state {state}"))
 
     def _diagnose(self, request: _Request, error: NixlError) -> Verdict:
         cause = type(error.__cause__).__name__
-        if error.call == "transfer" and cause in _NOT_POSTED:
+        if error.call == "transfer" and cause in _NOT_POSTED and not request.at:
             return Verdict(TransferState.FAILED, error)
         try:
             backend = _call("query_xfer_backend", self._agent.query_xfer_backend, request.handle)
         except NixlError:
             # Which plugin failed only sharpens the verdict; without it the safe one stands.
             return Verdict(TransferState.UNKNOWN, error)
-        if backend == "POSIX" and self._posix_loses_track:
+        if backend == fabric.NAME or (backend == "POSIX" and self._posix_loses_track):
             return Verdict(TransferState.UNKNOWN, error, spreads=True)
         if backend == "POSIX" and cause == "nixlBackendError":
             return Verdict(TransferState.FAILED, error)
@@ -250,26 +313,43 @@ class NixlDriver:
         return DONE
 
     def release(self, handle: _Request) -> None:
-        _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handle)
+        while handle.handles:
+            _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handles[-1])
+            handle.handles.pop()
         self._ios -= handle.ios
         self._requests.discard(handle)
 
     def close(self, *, abandon: bool) -> None:
         if abandon:
             # The handles too: NIXL's Python layer releases a handle that is garbage.
-            _abandoned.append((self._agent, self._requests))
+            _abandoned.append((self._agent, self._requests, self._landing_pad))
         del self._agent
 
 
 class _Request:
-    """A NIXL request, the I/Os it takes of the POSIX queue, and its file rows where lengths matter."""
+    """NIXL requests that are posted one after the other and are done when the last one is; mostly one.
 
-    __slots__ = ("files", "handle", "ios")
+    Beside them the I/Os they take of the POSIX queue, and file rows where lengths matter.
+    """
 
-    def __init__(self, handle: Any, ios: int, files: Rows | None) -> None:
-        self.handle = handle
+    __slots__ = ("at", "files", "handles", "ios")
+
+    def __init__(self, handles: list[Any], ios: int, files: Rows | None) -> None:
+        self.handles = handles
+        self.at = 0
         self.ios = ios
         self.files = files
+
+    @property
+    def handle(self) -> Any:
+        """The one that is posted, or is to be."""
+        return self.handles[self.at]
+
+    def advance(self) -> bool:
+        """Go on to the next one, if there is one."""
+        is_last = self.at + 1 == len(self.handles)
+        self.at += not is_last
+        return not is_last
 
 
 def unique_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdoffload.agent.backends import Backend
+from pdoffload.agent.backends import Backend, UcxBackend, backend_named
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.nixl import NixlAgent
 from pdoffload.clock import SYSTEM_CLOCK, Clock
@@ -18,3 +18,14 @@ def open_agent(
     It belongs to the calling thread, and its name is made unique among all hosts.
     """
     return NixlAgent(name, backends, clock=clock)
+
+
+def peer_backends(names: Sequence[str], *, ucx_tls: str = "") -> list[Backend]:
+    """The backends of these names as agents for peers need them; `ucx_tls` is UCX's alone.
+
+    `ConfigError` for a name that is no backend's.
+    """
+    return [
+        UcxBackend(reach="network", tls=ucx_tls) if name == UcxBackend.name else backend_named(name)
+        for name in names
+    ]
