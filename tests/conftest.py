@@ -9,7 +9,10 @@ from typing import NoReturn
 
 import pytest
 
-CACHE = Path(__file__).parents[1] / ".cache"
+from pdoffload.testing.interpreter import Interpreter, of_environment
+
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache"
 
 # A marker, the module it stands for, and the way to get it.
 NEEDED_MODULES = {
@@ -55,3 +58,19 @@ def smollm2_dir(cache_dir: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         _miss("the demo's model is missing: make model")
     return folder
+
+
+@pytest.fixture(scope="session")
+def fabric() -> Interpreter:
+    """A Python whose NIXL has a LIBFABRIC that works: libfabric over TCP, on the loopback alone."""
+    folder = ROOT / ".venv-fabric"
+    if not (folder / ".stamp").is_file():
+        _miss("there is no environment with NIXL's LIBFABRIC: make fabric")
+    libraries = folder / "lib" / "fabric"
+    return of_environment(
+        folder / "bin" / "python",
+        LD_LIBRARY_PATH=str(libraries),
+        LD_PRELOAD=str(libraries / "loopback.so"),
+        FI_PROVIDER="tcp",
+        FI_TCP_IFACE="lo",
+    )

@@ -17,7 +17,7 @@ Read in the source of NIXL's plugin and tried with 1.4.1 over libfabric 2.5's TC
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,20 +38,27 @@ class ParkedPeers:
 
     def __init__(self) -> None:
         self._metadata: dict[str, bytes] = {}
-        self._parked: set[str] = set()
+        self._addresses: dict[str, Mapping[str, bytes]] = {}
 
-    def add(self, name: str, metadata: bytes, add: Callable[[], None]) -> None:
-        """Take it up again, or make it known by `add`, also if its memory is not the same any more."""
-        if self._metadata.get(name) != metadata:
+    def add(
+        self, peer: Metadata, metadata: bytes, add: Callable[[], None], remove: Callable[[], None]
+    ) -> None:
+        """Take it up again, or `add` it: with other memory than before, or for the first time.
+
+        If it is another agent of the same name, `remove` the one before.
+        """
+        before = self._addresses.get(peer.name, peer.addresses)
+        if before != peer.addresses:
+            self._metadata.pop(peer.name)
+            self._addresses.pop(peer.name)
+            remove()
+        if self._metadata.get(peer.name) != metadata:
             add()
-            self._metadata[name] = metadata
-        self._parked.discard(name)
-
-    def remove(self, name: str) -> None:
-        self._parked.add(name)
+            self._metadata[peer.name] = metadata
+            self._addresses[peer.name] = peer.addresses
 
     def __repr__(self) -> str:
-        return f"<ParkedPeers {len(self._parked)} of {len(self._metadata)}>"
+        return f"<ParkedPeers {len(self._metadata)} known>"
 
 
 class ForgivingProgress:

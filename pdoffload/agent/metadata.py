@@ -58,6 +58,14 @@ def agent_name_in(metadata: bytes) -> str:
     return read_metadata(metadata).name
 
 
+def backends_in(metadata: bytes) -> tuple[str, ...]:
+    """By which backends the agent that made `metadata` can be reached; empty where that cannot be read."""
+    try:
+        return tuple(read_metadata(metadata).addresses)
+    except NixlError:
+        return ()
+
+
 def read_metadata(metadata: bytes) -> Metadata:
     """Walk over all of `metadata`; `NixlError` if it is not whole metadata of an agent."""
     reader = _Reader(metadata)

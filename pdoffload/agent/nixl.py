@@ -90,12 +90,7 @@ class NixlAgent(DrivenAgent):
         super().__init__(unique, driver, clock=clock, check_overlaps=check_overlaps)
         self.backends = driver.params
         """Backend name -> the parameters it was created with."""
-        self.open_to_cma = any(
-            isinstance(backend, UcxBackend)
-            and backend.reach == "network"
-            and allows_cma(os.environ.get("UCX_TLS") or backend.tls)
-            for backend in backends
-        )
+        self.open_to_cma = opens_to_cma(backends)
 
 
 class NixlDriver:
@@ -163,8 +158,13 @@ class NixlDriver:
             raise NixlError("add_remote_agent", reason)
         if self._endpoints:
             self._endpoints.expect()
-        if self._parked:
-            self._parked.add(peer.name, metadata, lambda: self._make_known(metadata))
+        if self._parked is not None:
+            self._parked.add(
+                peer,
+                metadata,
+                lambda: self._make_known(metadata),
+                lambda: self._make_unknown(peer.name),
+            )
         else:
             self._make_known(metadata)
         self._peers[peer.name] = peer
@@ -177,11 +177,12 @@ class NixlDriver:
     def remove_peer(self, name: str) -> None:
         if self._endpoints:
             self._endpoints.forget(name)
-        if self._parked:
-            self._parked.remove(name)
-        else:
-            _call("remove_remote_agent", self._agent.remove_remote_agent, name)
+        if self._parked is None:
+            self._make_unknown(name)
         self._peers.pop(name, None)
+
+    def _make_unknown(self, name: str) -> None:
+        _call("remove_remote_agent", self._agent.remove_remote_agent, name)
 
     def _backend_to(self, peer: str) -> str:
         """The first backend of ours, in the order they were named in, by which `peer` can be reached."""
@@ -356,6 +357,16 @@ def unique_name(name: str) -> str:
     """`name`, cut if need be, and 12 random digits: peers on all hosts tell agents apart by it."""
     random = uuid.uuid4().hex[:12]
     return f"{name[: LONGEST_NAME - len(random) - 1]}-{random}"
+
+
+def opens_to_cma(backends: Sequence[Backend]) -> bool:
+    """What `Agent.open_to_cma` says of an agent with these backends."""
+    return any(
+        isinstance(backend, UcxBackend)
+        and backend.reach == "network"
+        and allows_cma(os.environ.get("UCX_TLS") or backend.tls)
+        for backend in backends
+    )
 
 
 def probe(backend: Backend) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdoffload.agent.backends import Backend, UcxBackend, backend_named
+from pdoffload.agent import nixl
+from pdoffload.agent.backends import Backend, LibfabricBackend, UcxBackend, backend_named
+from pdoffload.agent.bounded import BoundedDriver
 from pdoffload.agent.driven import DrivenAgent
-from pdoffload.agent.nixl import NixlAgent
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 
 
@@ -17,7 +18,23 @@ def open_agent(
 
     It belongs to the calling thread, and its name is made unique among all hosts.
     """
-    return NixlAgent(name, backends, clock=clock)
+    if any(isinstance(backend, LibfabricBackend) for backend in backends):
+        return _BoundedAgent(name, backends, clock)
+    return nixl.NixlAgent(name, backends, clock=clock)
+
+
+class _BoundedAgent(DrivenAgent):
+    """A NIXL agent whose plugins may wait for a peer without end; see `pdoffload.agent.bounded`."""
+
+    def __init__(self, name: str, backends: Sequence[Backend], clock: Clock) -> None:
+        unique = nixl.unique_name(name)
+        self._bounded = BoundedDriver(unique, lambda: nixl.NixlDriver(unique, backends))
+        super().__init__(unique, self._bounded, clock=clock)
+        self.open_to_cma = nixl.opens_to_cma(backends)
+
+    @property
+    def lost(self) -> bool:
+        return self._bounded.lost
 
 
 def peer_backends(names: Sequence[str], *, ucx_tls: str = "") -> list[Backend]:

@@ -175,9 +175,9 @@ class _Child:
         }
 
     def _close(self) -> None:
-        if self._agent is not None:
-            self._agent.close(timeout_s=0.2)
-            self._agent = self._peer = None
+        agent, self._agent, self._peer = self._agent, None, None
+        if agent is not None:
+            agent.close(timeout_s=0.2)
 
 
 def _in_a_row(address: int, size_bytes: int, count: int) -> Descriptors:
