@@ -41,8 +41,8 @@ class Agent(ABC):
 
     @property
     def lost(self) -> bool:
-        """Whether a call of NIXL's has not returned in time: every call raises `NixlError` from now on, `close`
-        too, which cannot say that no byte moves any more. The agent is to be closed and replaced."""
+        """Whether a call of NIXL's has not returned in time. Every call raises `NixlError` from now on,
+        `close` too, since bytes may still move: close and replace this agent."""
         return False
 
     @abstractmethod
@@ -81,8 +81,9 @@ class Agent(ABC):
         """Make the memory of another agent reachable.
 
         Waits for nobody: the connection begins here and needs progress on both sides to be made. (With
-        LIBFABRIC it is waited for, 5 s at most; then this agent is `lost`.) The first peer of an agent costs tens of milliseconds, the others a few. Add a peer once and keep it
-        while its agent lives: UCX keeps the connection of a removed one until one of both agents closes.
+        LIBFABRIC it is waited for, 5 s at most; then this agent is `lost`.) The first peer of an agent
+        costs tens of milliseconds, the others a few. Add a peer once and keep it while its agent lives:
+        UCX keeps the connection of a removed one until one of both agents closes.
 
         Raises `NixlError` for bytes that are no agent's whole metadata, for a peer whose host says that
         nobody listens, and where NIXL refuses for other reasons (after an unusable key the name stays

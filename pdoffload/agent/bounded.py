@@ -64,6 +64,7 @@ class BoundedDriver:
     def _run(self) -> None:
         while not self._over.is_set():
             order = self._orders.get()
+            answer: tuple[Any, BaseException | None]
             try:
                 answer = order(), None
             except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
@@ -98,9 +99,7 @@ class BoundedDriver:
     # --- the driver's calls ---
 
     def register(self, kind: MemoryKind, rows: Rows) -> Any:
-        return self._ask(
-            "register_memory", lambda: self._there.register(kind, rows), ends=True
-        )
+        return self._ask("register_memory", lambda: self._there.register(kind, rows), ends=True)
 
     def deregister(self, handle: Any) -> None:
         self._ask("deregister_memory", lambda: self._there.deregister(handle), ends=True)

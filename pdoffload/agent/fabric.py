@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -41,9 +40,13 @@ class ParkedPeers:
         self._addresses: dict[str, Mapping[str, bytes]] = {}
 
     def add(
-        self, peer: Metadata, metadata: bytes, add: Callable[[], None], remove: Callable[[], None]
+        self,
+        peer: Metadata,
+        metadata: bytes,
+        add: Callable[[bytes], None],
+        remove: Callable[[str], None],
     ) -> None:
-        """Take it up again, or `add` it: with other memory than before, or for the first time.
+        """Take it up again, or `add` its metadata: it has other memory than before, or is new.
 
         If it is another agent of the same name, `remove` the one before.
         """
@@ -51,9 +54,9 @@ class ParkedPeers:
         if before != peer.addresses:
             self._metadata.pop(peer.name)
             self._addresses.pop(peer.name)
-            remove()
+            remove(peer.name)
         if self._metadata.get(peer.name) != metadata:
-            add()
+            add(metadata)
             self._metadata[peer.name] = metadata
             self._addresses[peer.name] = peer.addresses
 
@@ -61,23 +64,29 @@ class ParkedPeers:
         return f"<ParkedPeers {len(self._metadata)} known>"
 
 
-class ForgivingProgress:
-    """Lets an error pass that tells of a peer's broken connection, and no endless row of them."""
+class BrokenConnections:
+    """Errors of progress, each of which tells of a peer's broken connection; not an endless row of them."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def __call__(self, progress: Callable[[], Any]) -> Any:
-        """What `progress` answers; None if it told of a broken connection."""
-        try:
-            answer = progress()
-        except NixlError:
-            self._in_a_row += 1
-            if self._in_a_row >= _MOST_ERRORS_IN_A_ROW:
-                raise
-            return None
+    def count(self, error: NixlError) -> None:
+        """Let it pass, or raise it: something else is wrong."""
+        self._in_a_row += 1
+        if self._in_a_row >= _MOST_ERRORS_IN_A_ROW:
+            raise error
+
+    def clear(self) -> None:
+        """Progress was made."""
         self._in_a_row = 0
-        return answer
+
+
+class LandingPad:
+    """A byte of ours for what is read back, and its row. To be kept as long as its agent."""
+
+    def __init__(self) -> None:
+        self._byte = np.zeros(1, dtype=np.uint8)
+        self.rows: Rows = np.array([[self._byte.ctypes.data, 1, 0]], dtype=np.uint64)
 
 
 def tail_of(rows: Rows) -> Rows:

@@ -47,14 +47,20 @@ import numpy as np
 
 from pdoffload.agent import fabric
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import Backend, PosixBackend, UcxBackend
+from pdoffload.agent.backends import Backend, PosixBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.metadata import Metadata, agent_name_in, read_metadata
-from pdoffload.agent.plugins import why_not_loaded
+from pdoffload.agent.plugins import nixl_version, why_not_loaded
+from pdoffload.agent.request import Request
 from pdoffload.agent.transfer import TransferState
-from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
+from pdoffload.agent.ucx import (
+    LONGEST_NAME,
+    UcxEndpoints,
+    keep_rdma_out_of_a_machine_without_it,
+    opens_to_cma,
+)
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
@@ -113,7 +119,7 @@ class NixlDriver:
         self._memory_backends = [
             each for each in kinds if not {"FILE_SEG", "OBJ_SEG", "BLK_SEG"} & set(kinds[each])
         ]
-        before_1_5 = _version() < (1, 5)
+        before_1_5 = nixl_version() < (1, 5)
         self._posix_loses_track = before_1_5 or "use_posix_aio" in self.params.get("POSIX", {})
         self._short_is_done = before_1_5
         posix = next((each for each in backends if isinstance(each, PosixBackend)), None)
@@ -122,10 +128,10 @@ class NixlDriver:
         self._peers: dict[str, Metadata] = {}
         has_fabric = fabric.NAME in self.params
         self._parked = fabric.ParkedPeers() if has_fabric else None
-        self._forgiving = fabric.ForgivingProgress() if has_fabric else None
-        self._landing_pad: tuple[Rows, Any] | None = None
+        self._broken = fabric.BrokenConnections() if has_fabric else None
+        self._landing_pad: fabric.LandingPad | None = None
         self._ios = 0
-        self._requests: set[_Request] = set()
+        self._requests: set[Request] = set()
 
     def _create(self, backend: Backend) -> dict[str, str]:
         reason = ""
@@ -159,12 +165,7 @@ class NixlDriver:
         if self._endpoints:
             self._endpoints.expect()
         if self._parked is not None:
-            self._parked.add(
-                peer,
-                metadata,
-                lambda: self._make_known(metadata),
-                lambda: self._make_unknown(peer.name),
-            )
+            self._parked.add(peer, metadata, self._make_known, self._make_unknown)
         else:
             self._make_known(metadata)
         self._peers[peer.name] = peer
@@ -198,13 +199,18 @@ class NixlDriver:
         return backend
 
     def progress(self) -> int:
-        if self._forgiving:
-            told = self._forgiving(lambda: _call("get_new_notifs", self._agent.get_new_notifs))
-        else:
+        try:
             told = _call("get_new_notifs", self._agent.get_new_notifs)
-        return sum(len(messages) for messages in (told or {}).values())
+        except NixlError as error:
+            if self._broken is None:
+                raise
+            self._broken.count(error)
+            return 0
+        if self._broken is not None:
+            self._broken.clear()
+        return sum(len(messages) for messages in told.values())
 
-    def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> _Request:
+    def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> Request:
         to_file = remote.kind is MemoryKind.FILE
         backends = self._file_backends if to_file else self._memory_backends
         if peer is not None and not to_file:
@@ -228,7 +234,7 @@ class NixlDriver:
             except NixlError:
                 _call("release_xfer_handle", self._agent.release_xfer_handle, handles[0])
                 raise
-        request = _Request(handles, ios, remote.rows if self._short_is_done and to_file else None)
+        request = Request(handles, ios, remote.rows if self._short_is_done and to_file else None)
         self._ios += ios
         self._requests.add(request)
         return request
@@ -257,22 +263,20 @@ class NixlDriver:
     def _make_landing(self, remote: Descriptors, peer: str | None, backends: Sequence[str]) -> Any:
         """The read that ends when what was written to `remote` has landed."""
         if self._landing_pad is None:
-            pad = np.zeros(1, dtype=np.uint8)
-            rows = np.array([[pad.ctypes.data, 1, 0]], dtype=np.uint64)
-            self._landing_pad = rows, (pad, self.register(MemoryKind.DRAM, rows))
-        sides = (
-            Descriptors(MemoryKind.DRAM, self._landing_pad[0]),
-            Descriptors(remote.kind, fabric.tail_of(remote.rows)),
-        )
+            pad = fabric.LandingPad()
+            self.register(MemoryKind.DRAM, pad.rows)
+            self._landing_pad = pad
+        local = Descriptors(MemoryKind.DRAM, self._landing_pad.rows)
+        sides = local, Descriptors(remote.kind, fabric.tail_of(remote.rows))
         return self._initialize(Op.READ, sides, peer, backends)
 
-    def start(self, handle: _Request) -> Verdict:
+    def start(self, handle: Request) -> Verdict:
         return self._judge("transfer", self._agent.transfer, handle)
 
-    def check(self, handle: _Request) -> Verdict:
+    def check(self, handle: Request) -> Verdict:
         return self._judge("check_xfer_state", self._agent.check_xfer_state, handle)
 
-    def _judge(self, name: str, call: Callable[[Any], Any], request: _Request) -> Verdict:
+    def _judge(self, name: str, call: Callable[[Any], Any], request: Request) -> Verdict:
         try:
             state = _call(name, call, request.handle)
         except NixlError as error:
@@ -285,7 +289,7 @@ class NixlDriver:
             return self._confirm(request)
         return self._diagnose(request, NixlError(name, f"state {state}"))
 
-    def _diagnose(self, request: _Request, error: NixlError) -> Verdict:
+    def _diagnose(self, request: Request, error: NixlError) -> Verdict:
         cause = type(error.__cause__).__name__
         if error.call == "transfer" and cause in _NOT_POSTED and not request.at:
             return Verdict(TransferState.FAILED, error)
@@ -300,7 +304,7 @@ class NixlDriver:
             return Verdict(TransferState.FAILED, error)
         return Verdict(TransferState.UNKNOWN, error)
 
-    def _confirm(self, request: _Request) -> Verdict:
+    def _confirm(self, request: Request) -> Verdict:
         if request.files is None:
             return DONE
         ends = request.files[:, 0] + request.files[:, 1]
@@ -313,7 +317,7 @@ class NixlDriver:
                 return Verdict(TransferState.FAILED, NixlError("check_xfer_state", reason))
         return DONE
 
-    def release(self, handle: _Request) -> None:
+    def release(self, handle: Request) -> None:
         while handle.handles:
             _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handles[-1])
             handle.handles.pop()
@@ -327,46 +331,10 @@ class NixlDriver:
         del self._agent
 
 
-class _Request:
-    """NIXL requests that are posted one after the other and are done when the last one is; mostly one.
-
-    Beside them the I/Os they take of the POSIX queue, and file rows where lengths matter.
-    """
-
-    __slots__ = ("at", "files", "handles", "ios")
-
-    def __init__(self, handles: list[Any], ios: int, files: Rows | None) -> None:
-        self.handles = handles
-        self.at = 0
-        self.ios = ios
-        self.files = files
-
-    @property
-    def handle(self) -> Any:
-        """The one that is posted, or is to be."""
-        return self.handles[self.at]
-
-    def advance(self) -> bool:
-        """Go on to the next one, if there is one."""
-        is_last = self.at + 1 == len(self.handles)
-        self.at += not is_last
-        return not is_last
-
-
 def unique_name(name: str) -> str:
     """`name`, cut if need be, and 12 random digits: peers on all hosts tell agents apart by it."""
     random = uuid.uuid4().hex[:12]
     return f"{name[: LONGEST_NAME - len(random) - 1]}-{random}"
-
-
-def opens_to_cma(backends: Sequence[Backend]) -> bool:
-    """What `Agent.open_to_cma` says of an agent with these backends."""
-    return any(
-        isinstance(backend, UcxBackend)
-        and backend.reach == "network"
-        and allows_cma(os.environ.get("UCX_TLS") or backend.tls)
-        for backend in backends
-    )
 
 
 def probe(backend: Backend) -> str | None:
@@ -414,7 +382,7 @@ def _load() -> Any:
     except (ImportError, OSError) as error:
         reason = f"NIXL cannot be imported ({error}); get it by: pip install pdoffload[nixl]"
         raise BackendUnusable("import", reason) from error
-    _keep_rdma_out_of_a_machine_without_it()
+    keep_rdma_out_of_a_machine_without_it()
     # It logs to standard output, where reports and JSON go, and greets there for every agent.
     logger = logging.getLogger("nixl")
     for handler in logger.handlers:
@@ -423,29 +391,3 @@ def _load() -> Any:
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
     return api
-
-
-def _keep_rdma_out_of_a_machine_without_it() -> None:
-    """Tell UCX not to load its InfiniBand module where the kernel has no such device.
-
-    That module brings in the system's RDMA libraries, and with them a second libnl beside the one in
-    NIXL's wheel; both clean up at exit, and the process dies with SIGSEGV after its work is done. An
-    operator's own UCX_MODULES stands.
-    """
-    try:
-        has_rdma = bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        has_rdma = False
-    if not has_rdma:
-        os.environ.setdefault("UCX_MODULES", "^ib")
-
-
-def _version() -> tuple[int, int]:
-    """NIXL's (major, minor); (0, 0), treated as old, where the package does not tell."""
-    import importlib.metadata  # here, because it is slow to import
-
-    try:
-        major, minor = importlib.metadata.version("nixl").split(".")[:2]
-        return int(major), int(minor)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return 0, 0

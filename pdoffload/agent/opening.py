@@ -8,6 +8,7 @@ from pdoffload.agent import nixl
 from pdoffload.agent.backends import Backend, LibfabricBackend, UcxBackend, backend_named
 from pdoffload.agent.bounded import BoundedDriver
 from pdoffload.agent.driven import DrivenAgent
+from pdoffload.agent.ucx import opens_to_cma
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 
 
@@ -30,7 +31,7 @@ class _BoundedAgent(DrivenAgent):
         unique = nixl.unique_name(name)
         self._bounded = BoundedDriver(unique, lambda: nixl.NixlDriver(unique, backends))
         super().__init__(unique, self._bounded, clock=clock)
-        self.open_to_cma = nixl.opens_to_cma(backends)
+        self.open_to_cma = opens_to_cma(backends)
 
     @property
     def lost(self) -> bool:

@@ -69,3 +69,14 @@ def why_not_loaded(name: str) -> str:
     reason = (asked.stderr.strip().splitlines() or ["for an unknown reason"])[-1]
     remedy = next((text for missed, text in _REMEDIES.items() if missed in reason), "")
     return f"it does not load: {reason}" + (f"; {remedy}" if remedy else "")
+
+
+def nixl_version() -> tuple[int, int]:
+    """NIXL's (major, minor); (0, 0), treated as old, where the package does not tell."""
+    import importlib.metadata  # here, because it is slow to import
+
+    try:
+        major, minor = importlib.metadata.version("nixl").split(".")[:2]
+        return int(major), int(minor)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return 0, 0

@@ -2,7 +2,8 @@
 
     fresh --first write--> open --a write whose end nobody knows--> worn --nothing under way--> fresh
 
-So does one that is lost, or has known `MOST_PEERS`. A worn agent takes no new write. Once it is closed no byte moves by it any more, and its writes are settled.
+An agent is also worn when it is lost, or has known `MOST_PEERS`. A worn agent takes no new write. Once it is
+closed no byte moves by it any more, and its writes are settled.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pdoffload.p2p.terms import Target
 logger = logging.getLogger(__name__)
 
 MOST_PEERS = 200
-"""That one agent comes to know before another takes its place: LIBFABRIC can tell 255 apart in an agent's life,
+"""That one agent comes to know before another takes its place: LIBFABRIC tells 255 apart in an agent's life,
 and of UCX's connections something stays until the agent is closed."""
 
 
@@ -260,7 +261,7 @@ class Outbound:
         return self._agent
 
     def _peer(self, agent: Agent, target: Target) -> Peer | None:
-        """The peer to write to; None if the agent cannot add it: it has it, under another target, or is full."""
+        """The peer to write to; None if the agent cannot add it: it has it, by another target, or is full."""
         peer = self._peers.get(target)
         if peer is None:
             if self._num_known >= MOST_PEERS:

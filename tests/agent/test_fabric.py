@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdoffload.agent.fabric import ForgivingProgress, ParkedPeers, tail_of, transport_to
+from pdoffload.agent.fabric import BrokenConnections, ParkedPeers, tail_of, transport_to
 from pdoffload.agent.metadata import Metadata
 from pdoffload.errors import NixlError
 from pdoffload.testing.interpreter import Interpreter
@@ -137,11 +137,11 @@ class Calls:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def add(self) -> None:
-        self.seen.append("add")
+    def add(self, metadata: bytes) -> None:
+        self.seen.append(f"add {metadata.decode()}")
 
-    def remove(self) -> None:
-        self.seen.append("remove")
+    def remove(self, name: str) -> None:
+        self.seen.append(f"remove {name}")
 
 
 def peer(address: bytes = b"a") -> Metadata:
@@ -152,39 +152,37 @@ def test_a_removed_peer_is_taken_up_again_as_it_is() -> None:
     calls, parked = Calls(), ParkedPeers()
     for metadata in (b"1", b"1", b"2"):  # the third time with more memory
         parked.add(peer(), metadata, calls.add, calls.remove)
-    assert calls.seen == ["add", "add"]
+    assert calls.seen == ["add 1", "add 2"]
 
 
 def test_another_agent_of_the_same_name_takes_the_place_of_the_one_before() -> None:
     calls, parked = Calls(), ParkedPeers()
     parked.add(peer(), b"1", calls.add, calls.remove)
     parked.add(peer(b"b"), b"2", calls.add, calls.remove)
-    assert calls.seen == ["add", "remove", "add"]
+    assert calls.seen == ["add 1", "remove a peer", "add 2"]
 
 
 def test_a_peer_that_nixl_has_refused_is_not_known() -> None:
-    def refuse() -> None:
+    def refuse(metadata: bytes) -> None:
         raise NixlError("add_remote_agent", "no")
 
     calls, parked = Calls(), ParkedPeers()
     with pytest.raises(NixlError):
         parked.add(peer(), b"1", refuse, calls.remove)
     parked.add(peer(), b"1", calls.add, calls.remove)
-    assert calls.seen == ["add"]
+    assert calls.seen == ["add 1"]
 
 
 def test_errors_of_progress_pass_until_there_are_too_many_in_a_row() -> None:
-    def broken() -> int:
-        raise NixlError("get_new_notifs", "NIXL_ERR_BACKEND")
-
-    forgiving = ForgivingProgress()
+    error, broken = NixlError("get_new_notifs", "NIXL_ERR_BACKEND"), BrokenConnections()
     for _ in range(3):
         for _ in range(50):
-            assert forgiving(broken) is None
-        assert forgiving(lambda: 7) == 7
-    with pytest.raises(NixlError):
-        for _ in range(1000):
-            forgiving(broken)
+            broken.count(error)
+        broken.clear()
+    for _ in range(99):
+        broken.count(error)
+    with pytest.raises(NixlError, match="NIXL_ERR_BACKEND"):
+        broken.count(error)
 
 
 def test_the_tail_is_the_last_byte_of_the_last_row() -> None:

@@ -14,9 +14,7 @@ from pdoffload.testing.interpreter import Interpreter
 from pdoffload.testing.nursery import Nursery
 from pdoffload.testing.peer_engine import Chunks, EngineOptions
 
-OPTIONS = EngineOptions(
-    num_slots=64, chunk_bytes=1 << 20, num_threads=1, backends=("LIBFABRIC",)
-)
+OPTIONS = EngineOptions(num_slots=64, chunk_bytes=1 << 20, num_threads=1, backends=("LIBFABRIC",))
 COUNT = 12
 AFTER_BACKOFF_S = 1.0
 DEADLINES = Deadlines()
@@ -98,6 +96,28 @@ def test_a_producer_is_killed_and_its_consumer_computes(
     steady.forget()
 
 
+@pytest.mark.parametrize("stage", PRODUCER_STAGES.values(), ids=PRODUCER_STAGES)
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
+def test_a_producer_stands_still_and_its_consumer_computes_and_has_its_slots_back(
+    is_known: bool, stage: Stage, steady: EngineProcess, victim: EngineProcess, chunks: Chunks
+) -> None:
+    if is_known:
+        steady.works_with(victim)
+    victim.hold(chunks)
+    victim.halt_at(stage)
+    steady.want(ASK, victim, chunks.name, chunks)
+    victim.halted()
+    steady.let_pass(lambda: steady.tell(chunks.name).ended, "the end of a pull", GIVEN_UP_S)
+    assert steady.pulled(chunks.name).num_loaded < COUNT
+    steady.at_rest()
+    victim.go_on()
+    victim.at_rest()
+    steady.advance(AFTER_BACKOFF_S)
+    steady.works_with(victim)
+    steady.at_rest()
+    steady.forget()
+
+
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
 def test_a_consumer_is_killed_and_its_producer_serves_others(
     is_known: bool, nursery: Nursery, victim: EngineProcess, chunks: Chunks
@@ -138,9 +158,7 @@ def test_a_consumer_stands_still_and_gets_its_chunks_when_it_goes_on(
         producer.at_rest()
 
 
-def test_c17_a_producer_restarts_under_its_address(
-    nursery: Nursery, steady: EngineProcess
-) -> None:
+def test_c17_a_producer_restarts_under_its_address(nursery: Nursery, steady: EngineProcess) -> None:
     options = OPTIONS
     for number in range(4):
         chunks = Chunks(f"restart {next(_numbers)}", COUNT)
