@@ -2,6 +2,8 @@
 
 Read in the source of NIXL's plugin and tried with 1.4.1 over libfabric 2.5's TCP provider:
 
+- Adding a peer greets it, and spins until a connection is there: for ever, if it is gone or stopped. So it is
+  asked first whether anybody listens, and the calls are bounded (`pdoffload.agent.bounded`).
 - A write is DONE when its bytes have left: a reader that was stopped (SIGSTOP) had 1 MiB "written" to it.
   A byte of what was written is read back therefore, before a write counts as done. TCP carries both in one
   stream, so what is read comes after all that was written. On several rails (EFA) nothing orders them:
@@ -28,6 +30,7 @@ from pdoffload.errors import NixlError
 NAME = "LIBFABRIC"
 
 _ENDPOINT = b"dest_data_ep_0"
+_CONNECT_TIMEOUT_S = 2.0
 _MOST_ERRORS_IN_A_ROW = 100
 """More than peers that can break off between two calls: then nothing works any more."""
 
@@ -97,6 +100,33 @@ def tail_of(rows: Rows) -> Rows:
 
 def transport_to(peer: Metadata) -> str:
     """`LIBFABRIC/tcp` where the peer's endpoint is a socket's address; other providers are not told apart."""
-    _, _, rest = peer.addresses[NAME].partition(_ENDPOINT)
-    family = int.from_bytes(rest[8:10], "little")
-    return f"{NAME}/tcp" if family in (socket.AF_INET, socket.AF_INET6) else NAME
+    return NAME if _socket_of(peer) is None else f"{NAME}/tcp"
+
+
+def require_listener(peer: Metadata) -> None:
+    """Raise `NixlError` if the peer's endpoint is a socket's address at which nobody listens.
+
+    NIXL would try to connect for ever. Takes `_CONNECT_TIMEOUT_S` at most. A process that is stopped
+    listens all the same.
+    """
+    address = _socket_of(peer)
+    if address is None:
+        return
+    try:
+        socket.create_connection(address, _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        host, port = address
+        reason = f"nobody listens at {host} port {port}: {error.strerror or error}"
+        raise NixlError("add_remote_agent", reason) from error
+
+
+def _socket_of(peer: Metadata) -> tuple[str, int] | None:
+    """Host and port of the first endpoint, a C `sockaddr_in` or `sockaddr_in6`; None if it is neither."""
+    _, _, field = peer.addresses[NAME].partition(_ENDPOINT)
+    endpoint = field[8:]
+    family, port = int.from_bytes(endpoint[:2], "little"), int.from_bytes(endpoint[2:4], "big")
+    if family == socket.AF_INET and len(endpoint) >= 8:
+        return socket.inet_ntop(socket.AF_INET, endpoint[4:8]), port
+    if family == socket.AF_INET6 and len(endpoint) >= 24:
+        return socket.inet_ntop(socket.AF_INET6, endpoint[8:24]), port
+    return None

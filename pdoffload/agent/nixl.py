@@ -52,7 +52,7 @@ from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.metadata import Metadata, agent_name_in, read_metadata
-from pdoffload.agent.plugins import nixl_version, why_not_loaded
+from pdoffload.agent.plugins import nixl_version, why_not_started
 from pdoffload.agent.request import Request
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import (
@@ -142,7 +142,7 @@ class NixlDriver:
                 reason = error.reason
             else:
                 return params
-        why = why_not_loaded(backend.name) or "it loads, and refuses to start"
+        why = why_not_started(backend.name)
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
     def register(self, kind: MemoryKind, rows: Rows) -> Any:
@@ -165,6 +165,8 @@ class NixlDriver:
         if self._endpoints:
             self._endpoints.expect()
         if self._parked is not None:
+            if self._backend_of(peer) == fabric.NAME:
+                fabric.require_listener(peer)
             self._parked.add(peer, metadata, self._make_known, self._make_unknown)
         else:
             self._make_known(metadata)
@@ -185,13 +187,12 @@ class NixlDriver:
     def _make_unknown(self, name: str) -> None:
         _call("remove_remote_agent", self._agent.remove_remote_agent, name)
 
-    def _backend_to(self, peer: str) -> str:
+    def _backend_of(self, peer: Metadata) -> str:
         """The first backend of ours, in the order they were named in, by which `peer` can be reached."""
-        theirs = self._peers[peer].addresses
-        return next(each for each in self._memory_backends if each in theirs)
+        return next(each for each in self._memory_backends if each in peer.addresses)
 
     def transport_of(self, name: str) -> str:
-        backend = self._backend_to(name)
+        backend = self._backend_of(self._peers[name])
         if backend == fabric.NAME:
             return fabric.transport_to(self._peers[name])
         if backend == "UCX" and self._endpoints:
@@ -214,7 +215,7 @@ class NixlDriver:
         to_file = remote.kind is MemoryKind.FILE
         backends = self._file_backends if to_file else self._memory_backends
         if peer is not None and not to_file:
-            backends = [self._backend_to(peer)]
+            backends = [self._backend_of(self._peers[peer])]
         if not backends:
             reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
             raise NixlError("initialize_xfer", reason)

@@ -29,6 +29,13 @@ _REMEDIES = {
 """What the linker misses, and what brings it; the first that fits."""
 
 
+_STARTS_WITH = {
+    "LIBFABRIC": "libfabric must have a provider that reaches other hosts (the loopback alone is none; "
+    "FI_PROVIDER, FI_TCP_IFACE; fi_info lists them)",
+}
+"""What a plugin that loads still has to find."""
+
+
 def plugin_dir() -> Path | None:
     """Where NIXL looks: NIXL_PLUGIN_DIR, else beside its library; None where no wheel of it is installed."""
     given = os.environ.get("NIXL_PLUGIN_DIR")
@@ -69,6 +76,14 @@ def why_not_loaded(name: str) -> str:
     reason = (asked.stderr.strip().splitlines() or ["for an unknown reason"])[-1]
     remedy = next((text for missed, text in _REMEDIES.items() if missed in reason), "")
     return f"it does not load: {reason}" + (f"; {remedy}" if remedy else "")
+
+
+def why_not_started(name: str) -> str:
+    """Said of a plugin that NIXL could not start: why it does not load, or what it has to find."""
+    needs = _STARTS_WITH.get(name, "")
+    return why_not_loaded(name) or "it loads, and refuses to start" + (
+        f": {needs}" if needs else ""
+    )
 
 
 def nixl_version() -> tuple[int, int]:

@@ -9,7 +9,7 @@ reads one command a line and answers with one JSON object a line:
     add METADATA           adds a peer
     write ADDRESS BYTES COUNT TIMEOUT_S
                            starts writing COUNT pieces of BYTES to ADDRESS of the peer added last
-    wait                   how that write ended, and by which transport it went
+    wait                   how that write ended, and by which transport it went if it is done
     remove                 removes the peer added last
     cycle METADATA ADDRESS COUNT
                            COUNT times: adds a peer, writes one page to it, removes it
@@ -42,7 +42,7 @@ from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.opening import open_agent, peer_backends
 from pdoffload.agent.peer import Peer
-from pdoffload.agent.transfer import Transfer
+from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.errors import PdOffloadError
 from pdoffload.testing.child import LineChild
 from pdoffload.testing.interpreter import Interpreter, this_one
@@ -168,10 +168,11 @@ class _Child:
     def _told(self, agent: DrivenAgent) -> dict[str, Any]:
         assert self._write is not None
         assert self._peer is not None
+        is_done = self._write.state is TransferState.DONE
         return {
             "state": self._write.state.value,
             "error": str(self._write.error or ""),
-            "transport": agent.transport_of(self._peer),
+            "transport": agent.transport_of(self._peer) if is_done else "",
         }
 
     def _close(self) -> None:

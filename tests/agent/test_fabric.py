@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdoffload.agent.fabric import BrokenConnections, ParkedPeers, tail_of, transport_to
+from pdoffload.agent.fabric import (
+    BrokenConnections,
+    ParkedPeers,
+    require_listener,
+    tail_of,
+    transport_to,
+)
 from pdoffload.agent.metadata import Metadata
 from pdoffload.errors import NixlError
 from pdoffload.testing.interpreter import Interpreter
@@ -83,6 +90,15 @@ def test_a_new_peer_that_stands_still_costs_the_agent_and_not_its_owner(start: S
     connect(writer, told)
     assert write(writer, told, PIECE_BYTES, PIECES)["state"] == "done"
     assert writer.ask("digest") == reader.ask("digest")
+
+
+def test_a_peer_that_is_gone_is_refused_at_once_and_costs_no_agent(start: Start) -> None:
+    writer, gone, reader = start(), start(), start()
+    writer.ask("open")
+    told, late = serve(reader), serve(gone)
+    gone.signal(signal.SIGKILL)
+    assert "nobody listens" in writer.ask(f"add {late['metadata']}")["error"]
+    connect(writer, told)
 
 
 def test_a_reader_goes_on_when_one_of_its_writers_is_killed(start: Start) -> None:
@@ -191,15 +207,40 @@ def test_the_tail_is_the_last_byte_of_the_last_row() -> None:
     assert tail_of(rows).dtype == np.uint64
 
 
+def reached_at(endpoint: bytes) -> Metadata:
+    endpoint += bytes(56 - len(endpoint))
+    field = b"dest_data_ep_0" + len(endpoint).to_bytes(8, "little") + endpoint + b"|"
+    return Metadata("x", {"LIBFABRIC": b"nixlSerDes|" + field})
+
+
+def by_ipv4(port: int) -> Metadata:
+    address = socket.inet_pton(socket.AF_INET, "127.0.0.1")
+    return reached_at(struct.pack("<H", socket.AF_INET) + struct.pack(">H", port) + address)
+
+
+def by_ipv6(port: int) -> Metadata:
+    address = bytes(4) + socket.inet_pton(socket.AF_INET6, "::1")
+    return reached_at(struct.pack("<H", socket.AF_INET6) + struct.pack(">H", port) + address)
+
+
+NO_SOCKET = reached_at(bytes.fromhex("fe80"))
+
+
+def test_a_socket_s_address_tells_the_provider() -> None:
+    assert transport_to(by_ipv4(1)) == transport_to(by_ipv6(1)) == "LIBFABRIC/tcp"
+    assert transport_to(NO_SOCKET) == "LIBFABRIC"
+
+
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        (socket.AF_INET, "LIBFABRIC/tcp"),
-        (socket.AF_INET6, "LIBFABRIC/tcp"),
-        (0x80FE, "LIBFABRIC"),
-    ],
+    ("family", "host", "reached"),
+    [(socket.AF_INET, "127.0.0.1", by_ipv4), (socket.AF_INET6, "::1", by_ipv6)],
 )
-def test_a_socket_s_address_tells_the_provider(family: int, name: str) -> None:
-    endpoint = family.to_bytes(2, "little") + bytes(54)
-    address = b"nixlSerDes|dest_data_ep_0" + len(endpoint).to_bytes(8, "little") + endpoint + b"|"
-    assert transport_to(Metadata("x", {"LIBFABRIC": address})) == name
+def test_who_listens_is_asked_before_nixl_is(
+    family: int, host: str, reached: Callable[[int], Metadata]
+) -> None:
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        require_listener(reached(port))
+    with pytest.raises(NixlError, match=f"nobody listens at {host} port {port}"):
+        require_listener(reached(port))
+    require_listener(NO_SOCKET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 from collections.abc import Iterator
 
 import msgspec
@@ -177,6 +178,51 @@ def test_c17_a_producer_restarts_under_its_address(nursery: Nursery, steady: Eng
         assert pulled.num_loaded == pulled.num_right < COUNT
         steady.at_rest()
         steady.forget()
+
+
+OPEN_A_TIER = """
+from pdoffload.clock import SYSTEM_CLOCK
+from pdoffload.config import P2pTierConfig, Verify
+from pdoffload.layout import Geometry, RunConfig
+from pdoffload.memory.host import HostRegion
+from pdoffload.p2p.address import Address
+from pdoffload.tiers.base import TierContext
+from pdoffload.tiers.peer import open_peer_tier
+
+region = HostRegion.private(Geometry(num_slots=2, worker_bytes=4096, num_copies=1))
+context = TierContext(
+    region=region, run_config=RunConfig(fields={}, guards={}), verify=Verify.ALWAYS, clock=SYSTEM_CLOCK
+)
+table = P2pTierConfig(backends=("LIBFABRIC",), port=0)
+open_peer_tier(table, Address("127.0.0.1", 0), context, lambda: "0").close(timeout_s=5)
+region.close()
+"""
+
+
+def test_a_tier_whose_table_names_libfabric_opens(fabric: Interpreter) -> None:
+    done = subprocess.run(
+        [fabric.python, "-c", OPEN_A_TIER],
+        env=fabric.environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tier_says_why_libfabric_cannot_start(fabric: Interpreter) -> None:
+    without_network = {**fabric.environ(), "LD_PRELOAD": ""}
+    done = subprocess.run(
+        [fabric.python, "-c", OPEN_A_TIER],
+        env=without_network,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = "LIBFABRIC cannot be used: it loads, and refuses to start"
+    assert said in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_peers_by_ucx_and_by_libfabric_refuse_each_other_and_compute(
