@@ -15,8 +15,10 @@ import pytest
 
 from pdoffload.agent.needs import GPU_DEVICES
 from pdoffload.testing.cufile import MARK, build, environment, library_folder
+from pdoffload.testing.interpreter import Interpreter, of_environment
 
-CACHE = Path(__file__).parents[1] / ".cache"
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache"
 
 # A marker, the module it stands for, and the way to get it.
 NEEDED_MODULES = {
@@ -99,7 +101,7 @@ def run_suite(cufile_env: dict[str, str]) -> Callable[[Path, str], None]:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, str(suite)],
             env={**cufile_env, "PDOFFLOAD_TEST_BACKEND": backend},
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=100,
@@ -110,3 +112,19 @@ def run_suite(cufile_env: dict[str, str]) -> Callable[[Path, str], None]:
         assert "skipped" not in done.stdout.splitlines()[-1], said
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fabric() -> Interpreter:
+    """A Python whose NIXL has a LIBFABRIC that works: libfabric over TCP, on the loopback alone."""
+    folder = ROOT / ".venv-fabric"
+    if not (folder / ".stamp").is_file():
+        _miss("there is no environment with NIXL's LIBFABRIC: make fabric")
+    libraries = folder / "lib" / "fabric"
+    return of_environment(
+        folder / "bin" / "python",
+        LD_LIBRARY_PATH=str(libraries),
+        LD_PRELOAD=str(libraries / "loopback.so"),
+        FI_PROVIDER="tcp",
+        FI_TCP_IFACE="lo",
+    )

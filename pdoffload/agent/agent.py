@@ -39,6 +39,12 @@ class Agent(ABC):
     """Whether processes of the same PID namespace may write by cma into what is registered here: closing
     the agent does not stop them (see `close`)."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether a call of NIXL's has not returned in time. Every call raises `NixlError` from now on,
+        `close` too, since bytes may still move: close and replace this agent."""
+        return False
+
     @abstractmethod
     def register_memory(
         self,
@@ -74,9 +80,10 @@ class Agent(ABC):
     def add_peer(self, metadata: bytes) -> Peer:
         """Make the memory of another agent reachable.
 
-        Waits for nobody: the connection begins here and needs progress on both sides to be made. The
-        first peer of an agent costs tens of milliseconds, the others a few. Add a peer once and keep it
-        while its agent lives: UCX keeps the connection of a removed one until one of both agents closes.
+        Waits for nobody: the connection begins here and needs progress on both sides to be made. (With
+        LIBFABRIC it is waited for, 5 s at most; then this agent is `lost`.) The first peer of an agent
+        costs tens of milliseconds, the others a few. Add a peer once and keep it while its agent lives:
+        UCX keeps the connection of a removed one until one of both agents closes.
 
         Raises `NixlError` for bytes that are no agent's whole metadata, for a peer whose host says that
         nobody listens, and where NIXL refuses for other reasons (after an unusable key the name stays

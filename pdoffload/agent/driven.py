@@ -219,7 +219,7 @@ class DrivenAgent(Agent):
         verdict = self._ask(self._driver.start, handle)
         self._apply(transfer, verdict)
         if verdict.spreads:
-            self._spread(verdict.error)
+            self._spread(transfer, verdict.error)
         return transfer
 
     def poll(self) -> list[Transfer]:
@@ -248,7 +248,7 @@ class DrivenAgent(Agent):
                 if self._apply(transfer, verdict):
                     self._ended.append(transfer)
                 if verdict.spreads:
-                    self._spread(verdict.error)
+                    self._spread(transfer, verdict.error)
 
     def _ask(self, call: Callable[[Any], Verdict], handle: Any) -> Verdict:
         try:
@@ -285,11 +285,12 @@ class DrivenAgent(Agent):
         transfer.end(TransferState.UNKNOWN, error or TransferError(transfer.what))
         return True
 
-    def _spread(self, cause: NixlError | None) -> None:
-        """The queue of the file transfers has lost track: nothing more is to be learnt of any."""
-        self._wedged = cause
+    def _spread(self, origin: Transfer, cause: NixlError | None) -> None:
+        """Nothing more is to be learnt of any transfer of this kind; a queue of files is lost for ever."""
+        if origin.touches_files:
+            self._wedged = cause
         for other in tuple(self._live):
-            if other.touches_files and other not in self._mute:
+            if other.touches_files is origin.touches_files and other not in self._mute:
                 error = _transfer_error(other.what, cause) if cause else None
                 if self._silence(other, error):
                     self._ended.append(other)

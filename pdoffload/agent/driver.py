@@ -21,8 +21,9 @@ class Verdict(msgspec.Struct, frozen=True):
     """What a driver knows of a posted request.
 
     RUNNING: ask again. DONE, FAILED: no byte moves any more. UNKNOWN: it failed, bytes may still move,
-    and asking again tells nothing. `spreads`: so did every other file request of this driver, because
-    they share a queue that has lost track; no file request will work any more.
+    and asking again tells nothing. `spreads`: so did every other request of this driver that touches
+    files, or every other one that does not, because what they share has lost track; files: no request
+    will work any more.
     """
 
     state: TransferState

@@ -26,6 +26,10 @@ ucp_rkey_packed_size and ucp_address_pack), the same in 1.4 and 1.5:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from pdoffload.errors import NixlError
 
 _MAGIC = b"nixlSerDes|"
@@ -36,20 +40,46 @@ _ROW_BYTES = 24
 """Address, length and device id, 8 bytes each; the backend's key follows."""
 _UCX_KEY_BYTES = 9
 """The least of a UCX key: 8 bytes of its memory domains, one of its memory type."""
+_MOST_RAILS = 256
 _UCX_VERSIONS = 2
 """UCX addresses say v1 or v2, counted from 0, in the low four bits of their first byte."""
 
 
+class Metadata(msgspec.Struct, frozen=True):
+    """What is read of an agent's metadata: who made it, and by which backends it can be reached, how."""
+
+    name: str
+    addresses: Mapping[str, bytes]
+    """By backend, in the order of the metadata; the inside is the backend's own."""
+
+
 def agent_name_in(metadata: bytes) -> str:
     """The name of the agent that made `metadata`; `NixlError` if it is not whole metadata of one."""
+    return read_metadata(metadata).name
+
+
+def backends_in(metadata: bytes) -> tuple[str, ...]:
+    """By which backends the agent that made `metadata` can be reached; empty where that cannot be read."""
+    try:
+        return tuple(read_metadata(metadata).addresses)
+    except NixlError:
+        return ()
+
+
+def read_metadata(metadata: bytes) -> Metadata:
+    """Walk over all of `metadata`; `NixlError` if it is not whole metadata of an agent."""
     reader = _Reader(metadata)
     name = reader.field(b"Agent")
+    addresses: dict[str, bytes] = {}
     for _ in range(reader.count(b"Conns")):
         backend, address = reader.field(b"t"), reader.field(b"c")
         if not backend or not address:
             raise _garbled("a backend without an address")
         if backend == b"UCX" and address[0] & 15 >= _UCX_VERSIONS:
             raise _garbled(f"a UCX address of version {(address[0] & 15) + 1}")
+        if backend == b"LIBFABRIC":
+            _walk_rails(address)
+        addresses[backend.decode("ascii", "replace")] = address
     if reader.field(b"") != b"MemSection":
         raise _garbled("no memory section")
     for _ in range(reader.count(b"nixlSecElms")):
@@ -70,7 +100,18 @@ def agent_name_in(metadata: bytes) -> str:
         raise _garbled("a name that is not UTF-8") from None
     if not text.isprintable() or not 0 < len(text) <= _LONGEST_NAME:
         raise _garbled(f"a name of {len(text)} characters, or not printable")
-    return text
+    return Metadata(text, addresses)
+
+
+def _walk_rails(address: bytes) -> None:
+    """LIBFABRIC's own form, which NIXL 1.4.1 writes: a count of rails in digits, an endpoint for each."""
+    reader = _Reader(address)
+    count = reader.field(b"num_rails")
+    if not count.isdigit() or not 0 < int(count[:4]) <= _MOST_RAILS:
+        raise _garbled(f"a LIBFABRIC address with {count[:8]!r} rails")
+    for rail in range(int(count)):
+        reader.field(f"dest_data_ep_{rail}".encode())
+    reader.end()
 
 
 class _Reader:

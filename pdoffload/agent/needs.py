@@ -41,6 +41,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """Beyond those in NIXL's wheel, with the symbol version where one is asked for."""
     devices: tuple[Device, ...] = ()
     start: StartCheck | None = None
+    finds: str = ""
+    """What it still has to find when it loads."""
     tells_failures: bool = True
     """A request that failed is not reported as done."""
     comes_with: str = "NIXL's wheel"
@@ -122,15 +124,18 @@ NEEDS: dict[str, Needs] = {
             "libhwloc.so.15",
         ),
         devices=(_RDMA,),
-        use="agents only",
-        tested="why it does not load",
+        finds="libfabric must have a provider that reaches other hosts (the loopback alone is none; "
+        "FI_PROVIDER, FI_TCP_IFACE; fi_info lists them)",
+        use='tier `p2p` with `backends: ["LIBFABRIC"]`',
+        tested="for real with NIXL 1.4: between processes over libfabric's TCP",
     ),
     "MOONCAKE": Needs(
         memory=_ANY,
         far="memory of other processes and hosts",
         comes_with="a NIXL that was built with it",
-        use="agents only",
-        tested="that it is missing",
+        use='tier `p2p` with `backends: ["MOONCAKE"]`',
+        tested="by the Transfer Engine's own Python package: between processes over TCP. NIXL's plugin: "
+        "that it is missing",
     ),
     "GPUNETIO": Needs(
         memory=_ANY,

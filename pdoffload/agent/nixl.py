@@ -39,6 +39,8 @@ And of peers, between processes over TCP and over cma, on 1.5.1:
 - Removing a peer closes its endpoint here, but UCX keeps one that the other side is connected to until
   a worker ends (ucp_ep_disconnected): one descriptor a time by cma, two by TCP, on both sides.
   When the other agent is closed, nothing is left.
+
+LIBFABRIC differs in many of these points: see `pdoffload.agent.fabric`.
 """
 
 from __future__ import annotations
@@ -55,16 +57,23 @@ from typing import Any
 
 import numpy as np
 
+from pdoffload.agent import fabric
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import Backend, UcxBackend
+from pdoffload.agent.backends import Backend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.limits import FileLimits
-from pdoffload.agent.metadata import agent_name_in
-from pdoffload.agent.plugins import usability
+from pdoffload.agent.metadata import Metadata, agent_name_in, read_metadata
+from pdoffload.agent.plugins import nixl_version, why_not_started
+from pdoffload.agent.request import Request
 from pdoffload.agent.transfer import TransferState
-from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
+from pdoffload.agent.ucx import (
+    LONGEST_NAME,
+    UcxEndpoints,
+    keep_rdma_out_of_a_machine_without_it,
+    opens_to_cma,
+)
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
@@ -97,12 +106,7 @@ class NixlAgent(DrivenAgent):
         super().__init__(unique, driver, clock=clock, check_overlaps=check_overlaps)
         self.backends = driver.params
         """Backend name -> the parameters it was created with."""
-        self.open_to_cma = any(
-            isinstance(backend, UcxBackend)
-            and backend.reach == "network"
-            and allows_cma(os.environ.get("UCX_TLS") or backend.tls)
-            for backend in backends
-        )
+        self.open_to_cma = opens_to_cma(backends)
 
 
 class NixlDriver:
@@ -125,12 +129,17 @@ class NixlDriver:
         self._memory_backends = [
             each for each in kinds if not {"FILE_SEG", "OBJ_SEG", "BLK_SEG"} & set(kinds[each])
         ]
-        before_1_5 = _version() < (1, 5)
+        before_1_5 = nixl_version() < (1, 5)
         self._posix_loses_track = before_1_5 or "use_posix_aio" in self.params.get("POSIX", {})
         self._short_is_done = before_1_5 or "GDS" in self.params
         self._limits = FileLimits(backends)
         self._endpoints = UcxEndpoints(name) if "UCX" in self.params else None
-        self._requests: set[_Request] = set()
+        self._peers: dict[str, Metadata] = {}
+        has_fabric = fabric.NAME in self.params
+        self._parked = fabric.ParkedPeers() if has_fabric else None
+        self._broken = fabric.BrokenConnections() if has_fabric else None
+        self._landing_pad: fabric.LandingPad | None = None
+        self._requests: set[Request] = set()
 
     def _create(self, backend: Backend) -> dict[str, str]:
         reason = ""
@@ -141,7 +150,7 @@ class NixlDriver:
                 reason = error.reason
             else:
                 return params
-        why = usability(backend.name).why or "it loads, and refuses to start"
+        why = why_not_started(backend.name)
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
     def register(self, kind: MemoryKind, rows: Rows) -> Any:
@@ -157,31 +166,64 @@ class NixlDriver:
         return agent_name_in(metadata)
 
     def add_peer(self, metadata: bytes) -> None:
+        peer = read_metadata(metadata)
+        if not set(self._memory_backends) & set(peer.addresses):
+            reason = f"no backend in common: {list(self.params)} here, {list(peer.addresses)} there"
+            raise NixlError("add_remote_agent", reason)
         if self._endpoints:
             self._endpoints.expect()
-        _call("add_remote_agent", self._agent.add_remote_agent, metadata)
+        if self._parked is not None:
+            if self._backend_of(peer) == fabric.NAME:
+                fabric.require_listener(peer)
+            self._parked.add(peer, metadata, self._make_known, self._make_unknown)
+        else:
+            self._make_known(metadata)
+        self._peers[peer.name] = peer
         if self._endpoints:
-            self._endpoints.note(agent_name_in(metadata))
+            self._endpoints.note(peer.name)
+
+    def _make_known(self, metadata: bytes) -> None:
+        _call("add_remote_agent", self._agent.add_remote_agent, metadata)
 
     def remove_peer(self, name: str) -> None:
         if self._endpoints:
             self._endpoints.forget(name)
+        if self._parked is None:
+            self._make_unknown(name)
+        self._peers.pop(name, None)
+
+    def _make_unknown(self, name: str) -> None:
         _call("remove_remote_agent", self._agent.remove_remote_agent, name)
 
+    def _backend_of(self, peer: Metadata) -> str:
+        """The first backend of ours, in the order they were named in, by which `peer` can be reached."""
+        return next(each for each in self._memory_backends if each in peer.addresses)
+
     def transport_of(self, name: str) -> str:
-        if len(self._memory_backends) != 1:
-            return UNKNOWN
-        if self._endpoints:
+        backend = self._backend_of(self._peers[name])
+        if backend == fabric.NAME:
+            return fabric.transport_to(self._peers[name])
+        if backend == "UCX" and self._endpoints:
             return self._endpoints.transport_of(name)
-        return self._memory_backends[0]
+        return backend
 
     def progress(self) -> int:
-        told = _call("get_new_notifs", self._agent.get_new_notifs)
+        try:
+            told = _call("get_new_notifs", self._agent.get_new_notifs)
+        except NixlError as error:
+            if self._broken is None:
+                raise
+            self._broken.count(error)
+            return 0
+        if self._broken is not None:
+            self._broken.clear()
         return sum(len(messages) for messages in told.values())
 
-    def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> _Request:
+    def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> Request:
         to_file = remote.kind is MemoryKind.FILE
         backends = self._file_backends if to_file else self._memory_backends
+        if peer is not None and not to_file:
+            backends = [self._backend_of(self._peers[peer])]
         if not backends:
             reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
             raise NixlError("initialize_xfer", reason)
@@ -192,32 +234,57 @@ class NixlDriver:
             # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
             # its read is not.
             op, local, remote = Op.WRITE, remote, local
-        sides = [
-            _call("get_xfer_descs", self._agent.get_xfer_descs, side.rows, side.kind.value)
-            for side in (local, remote)
-        ]
-        handle = _call(
-            "initialize_xfer",
-            self._agent.initialize_xfer,
-            op.value,
-            *sides,
-            peer or self._name,
-            b"",
-            backends,
-        )
-        request = _Request(handle, remote.rows if to_file else None)
+        handles = [self._initialize(op, (local, remote), peer, backends)]
+        if backends[0] == fabric.NAME and op is Op.WRITE:
+            try:
+                handles.append(self._make_landing(remote, peer, backends))
+            except NixlError:
+                _call("release_xfer_handle", self._agent.release_xfer_handle, handles[0])
+                raise
+        request = Request(handles, remote.rows if to_file else None)
         if to_file:
             self._limits.take(len(remote))
         self._requests.add(request)
         return request
 
-    def start(self, handle: _Request) -> Verdict:
+    def _initialize(
+        self,
+        op: Op,
+        sides: tuple[Descriptors, Descriptors],
+        peer: str | None,
+        backends: Sequence[str],
+    ) -> Any:
+        described = [
+            _call("get_xfer_descs", self._agent.get_xfer_descs, side.rows, side.kind.value)
+            for side in sides
+        ]
+        return _call(
+            "initialize_xfer",
+            self._agent.initialize_xfer,
+            op.value,
+            *described,
+            peer or self._name,
+            b"",
+            backends,
+        )
+
+    def _make_landing(self, remote: Descriptors, peer: str | None, backends: Sequence[str]) -> Any:
+        """The read that ends when what was written to `remote` has landed."""
+        if self._landing_pad is None:
+            pad = fabric.LandingPad()
+            self.register(MemoryKind.DRAM, pad.rows)
+            self._landing_pad = pad
+        local = Descriptors(MemoryKind.DRAM, self._landing_pad.rows)
+        sides = local, Descriptors(remote.kind, fabric.tail_of(remote.rows))
+        return self._initialize(Op.READ, sides, peer, backends)
+
+    def start(self, handle: Request) -> Verdict:
         return self._judge("transfer", self._agent.transfer, handle)
 
-    def check(self, handle: _Request) -> Verdict:
+    def check(self, handle: Request) -> Verdict:
         return self._judge("check_xfer_state", self._agent.check_xfer_state, handle)
 
-    def _judge(self, name: str, call: Callable[[Any], Any], request: _Request) -> Verdict:
+    def _judge(self, name: str, call: Callable[[Any], Any], request: Request) -> Verdict:
         try:
             state = _call(name, call, request.handle)
         except NixlError as error:
@@ -225,19 +292,21 @@ class NixlDriver:
         if state == "PROC":
             return RUNNING
         if state == "DONE":
+            if request.advance():
+                return self._judge("transfer", self._agent.transfer, request)
             return self._confirm(request)
         return self._diagnose(request, NixlError(name, f"state {state}"))
 
-    def _diagnose(self, request: _Request, error: NixlError) -> Verdict:
+    def _diagnose(self, request: Request, error: NixlError) -> Verdict:
         cause = type(error.__cause__).__name__
-        if error.call == "transfer" and cause in _NOT_POSTED:
+        if error.call == "transfer" and cause in _NOT_POSTED and not request.at:
             return Verdict(TransferState.FAILED, error)
         try:
             backend = _call("query_xfer_backend", self._agent.query_xfer_backend, request.handle)
         except NixlError:
             # Which plugin failed only sharpens the verdict; without it the safe one stands.
             return Verdict(TransferState.UNKNOWN, error)
-        if backend == "POSIX" and self._posix_loses_track:
+        if backend == fabric.NAME or (backend == "POSIX" and self._posix_loses_track):
             return Verdict(TransferState.UNKNOWN, error, spreads=True)
         if backend == "GDS":
             return Verdict(TransferState.UNKNOWN, error, spreads=True)
@@ -246,7 +315,7 @@ class NixlDriver:
             return Verdict(TransferState.FAILED, error)
         return Verdict(TransferState.UNKNOWN, error)
 
-    def _confirm(self, request: _Request) -> Verdict:
+    def _confirm(self, request: Request) -> Verdict:
         if request.files is None or not self._short_is_done:
             return DONE
         ends = request.files[:, 0] + request.files[:, 1]
@@ -259,8 +328,10 @@ class NixlDriver:
                 return Verdict(TransferState.FAILED, NixlError("check_xfer_state", reason))
         return DONE
 
-    def release(self, handle: _Request) -> None:
-        _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handle)
+    def release(self, handle: Request) -> None:
+        while handle.handles:
+            _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handles[-1])
+            handle.handles.pop()
         if handle.files is not None:
             self._limits.give_back(len(handle.files))
         self._requests.discard(handle)
@@ -270,19 +341,8 @@ class NixlDriver:
             # The handles too: NIXL's Python layer releases a handle that is garbage. One reference too
             # many, and not a list of this module: that one goes when the interpreter ends, and GDS_MT
             # would keep the process until its I/O has ended.
-            left = (self._agent, self._requests)
+            left = (self._agent, self._requests, self._landing_pad)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-        del self._agent
-
-
-class _Request:
-    """A NIXL request, and its rows of files if it has any."""
-
-    __slots__ = ("files", "handle")
-
-    def __init__(self, handle: Any, files: Rows | None) -> None:
-        self.handle = handle
-        self.files = files
 
 
 def unique_name(name: str) -> str:
@@ -336,7 +396,7 @@ def _load() -> Any:
     except (ImportError, OSError) as error:
         reason = f"NIXL cannot be imported ({error}); get it by: pip install pdoffload[nixl]"
         raise BackendUnusable("import", reason) from error
-    _keep_rdma_out_of_a_machine_without_it()
+    keep_rdma_out_of_a_machine_without_it()
     # It logs to standard output, where reports and JSON go, and greets there for every agent.
     logger = logging.getLogger("nixl")
     for handler in logger.handlers:
@@ -345,29 +405,3 @@ def _load() -> Any:
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
     return api
-
-
-def _keep_rdma_out_of_a_machine_without_it() -> None:
-    """Tell UCX not to load its InfiniBand module where the kernel has no such device.
-
-    That module brings in the system's RDMA libraries, and with them a second libnl beside the one in
-    NIXL's wheel; both clean up at exit, and the process dies with SIGSEGV after its work is done. An
-    operator's own UCX_MODULES stands.
-    """
-    try:
-        has_rdma = bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        has_rdma = False
-    if not has_rdma:
-        os.environ.setdefault("UCX_MODULES", "^ib")
-
-
-def _version() -> tuple[int, int]:
-    """NIXL's (major, minor); (0, 0), treated as old, where the package does not tell."""
-    import importlib.metadata  # here, because it is slow to import
-
-    try:
-        major, minor = importlib.metadata.version("nixl").split(".")[:2]
-        return int(major), int(minor)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return 0, 0

@@ -145,3 +145,20 @@ def _ask(name: str, needs: Needs, *, likely: str) -> Usability:
         return Usability(name, f"{reason}; {likely}" if likely else reason, start.remedy)
     remedy = next((text for missed, text in _REMEDIES.items() if missed in last), "")
     return Usability(name, f"it does not load: {last}", remedy)
+
+
+def why_not_started(name: str) -> str:
+    """Said of a plugin that NIXL could not start: why it does not load, or what it has to find."""
+    finds = NEEDS[name].finds
+    return usability(name).why or "it loads, and refuses to start" + (f": {finds}" if finds else "")
+
+
+def nixl_version() -> tuple[int, int]:
+    """NIXL's (major, minor); (0, 0), treated as old, where the package does not tell."""
+    import importlib.metadata  # here, because it is slow to import
+
+    try:
+        major, minor = importlib.metadata.version("nixl").split(".")[:2]
+        return int(major), int(minor)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return 0, 0

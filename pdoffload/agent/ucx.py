@@ -20,9 +20,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from pdoffload.agent.backends import Backend, UcxBackend
 
 UNKNOWN = "unknown"
 
@@ -41,6 +44,31 @@ def allows_cma(transports: str) -> bool:
     if transports.startswith("^"):
         return not names & _HOLDS_CMA
     return not transports or bool(names & _HOLDS_CMA)
+
+
+def opens_to_cma(backends: Sequence[Backend]) -> bool:
+    """What `Agent.open_to_cma` says of an agent with these backends."""
+    return any(
+        isinstance(backend, UcxBackend)
+        and backend.reach == "network"
+        and allows_cma(os.environ.get("UCX_TLS") or backend.tls)
+        for backend in backends
+    )
+
+
+def keep_rdma_out_of_a_machine_without_it() -> None:
+    """Tell UCX not to load its InfiniBand module where the kernel has no such device.
+
+    That module brings in the system's RDMA libraries, and with them a second libnl beside the one in
+    NIXL's wheel; both clean up at exit, and the process dies with SIGSEGV after its work is done. An
+    operator's own UCX_MODULES stands.
+    """
+    try:
+        has_rdma = bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        has_rdma = False
+    if not has_rdma:
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 class UcxEndpoints:

@@ -24,8 +24,8 @@ ADAPTER_MODULE = "pdoffload.vllm"
 
 TIER_TYPES = ("fs", "p2p")
 LATER_TIER_TYPES = ("obj",)
-P2P_BACKENDS = ("UCX",)
-LATER_P2P_BACKENDS = ("LIBFABRIC", "MOONCAKE", "GPUNETIO", "UCCL")
+P2P_BACKENDS = ("UCX", "LIBFABRIC", "MOONCAKE")
+LATER_P2P_BACKENDS = ("GPUNETIO", "UCCL")
 BUILT_IN_POLICIES = ("lru", "arc")
 
 
@@ -159,16 +159,17 @@ class P2pTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table"
     backends: Annotated[
         tuple[str, ...],
         about(
-            "NIXL plugins of this tier's own agents, whatever the main connector uses. UCX alone in "
-            "this version.",
+            "NIXL plugins of this tier's own agents, whatever the main connector uses: UCX, LIBFABRIC, "
+            "MOONCAKE. A peer is written to by the first one that it has too.",
             allowed='a list of NIXL network plugins, such as ["UCX"]',
         ),
-    ] = P2P_BACKENDS
+    ] = ("UCX",)
     ucx_tls: Annotated[
         Annotated[str, Meta(pattern=r"^\^?[a-z0-9_]+\Z")] | None,
         about(
             "UCX transport of this tier's own agents: the only one, or with `^` the one that is left out. "
-            "null: UCX chooses. `UCX_TLS` in the environment means every agent of the process and wins.",
+            "null: UCX chooses. `UCX_TLS` in the environment means every agent of the process and wins. "
+            "Not without UCX in `backends`.",
             allowed="the name of one UCX transport, such as tcp or ^cma, or null",
             own=True,
         ),
@@ -176,7 +177,7 @@ class P2pTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table"
     num_threads: Annotated[
         int,
         Meta(ge=1, le=64),
-        about("Threads that write to peers, each with a NIXL agent of its own."),
+        about("Threads that write to peers, each with a NIXL agent of its own, by any backend."),
     ] = 4
     unbound_store_timeout_s: Annotated[
         TimeoutSeconds,

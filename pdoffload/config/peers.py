@@ -45,6 +45,15 @@ def read_p2p_tier(
         else:
             values["host"] = normal_host(host)
     found += (f"{where}backends: {line}" for line in _backend_problems(values.get("backends")))
+    if (
+        not found
+        and values.get("ucx_tls") is not None
+        and "UCX" not in values.get("backends", ["UCX"])
+    ):
+        found.append(
+            f"{where}ucx_tls: got {shown(values['ucx_tls'])}, and backends names no UCX that it could "
+            "mean; leave it out"
+        )
     problems += found
     return None if found else P2pTierConfig(**values)
 

@@ -2,7 +2,8 @@
 
     fresh --first write--> open --a write whose end nobody knows--> worn --nothing under way--> fresh
 
-A worn agent takes no new write. Once it is closed no byte moves by it any more, and its writes are settled.
+An agent is also worn when it is lost, or has known `MOST_PEERS`. A worn agent takes no new write. Once it is
+closed no byte moves by it any more, and its writes are settled.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from pdoffload.p2p.session import ServeState
 from pdoffload.p2p.terms import Target
 
 logger = logging.getLogger(__name__)
+
+MOST_PEERS = 200
+"""That one agent comes to know before another takes its place: LIBFABRIC tells 255 apart in an agent's life,
+and of UCX's connections something stays until the agent is closed."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -73,6 +78,8 @@ class Outbound:
         self._clock = clock
         self._agent: Agent | None = None
         self._worn = False
+        self._num_known = 0
+        """Peers that this agent was told of."""
         self._peers: dict[Target, Peer] = {}
         self._transport_told: set[Target] = set()
         self._gone: set[Target] = set()
@@ -121,12 +128,14 @@ class Outbound:
             agent = self._opened()
             peer = self._peer(agent, target)
         except BaseException as failure:  # noqa: BLE001 - a plugin may raise anything; the write ends by it
+            self._worn = self._agent is not None and self._agent.lost
             self._fail(write, self._unexpected(what, failure))
             return True
         if peer is None:
             self._worn = True
             return False
         self._submit(agent, peer, write, timeout_s, what)
+        self._worn = self._worn or agent.lost
         return True
 
     def _submit(self, agent: Agent, peer: Peer, write: Write, timeout_s: float, what: str) -> None:
@@ -252,9 +261,12 @@ class Outbound:
         return self._agent
 
     def _peer(self, agent: Agent, target: Target) -> Peer | None:
-        """The peer to write to; None if the agent cannot add it because it has it, under another target."""
+        """The peer to write to; None if the agent cannot add it: it has it, by another target, or is full."""
         peer = self._peers.get(target)
         if peer is None:
+            if self._num_known >= MOST_PEERS:
+                return None
+            self._num_known += 1
             try:
                 peer = agent.add_peer(target.metadata)
             except MisuseError:
@@ -286,6 +298,7 @@ class Outbound:
     def _replace(self) -> None:
         """Close the agent: no byte moves by it any more. The next write opens another."""
         agent, self._agent = self._agent, None
+        self._num_known = 0
         for state in (self._peers, self._gone, self._transport_told):
             state.clear()
         is_closed = True

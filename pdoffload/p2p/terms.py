@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pdoffload.agent.metadata import backends_in
 from pdoffload.config import Verify
 from pdoffload.layout import Geometry, RunConfig
 from pdoffload.p2p.messages import Connect, fit_for_a_log
@@ -54,6 +55,8 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: Callable[[], str]
     deadlines: Deadlines = Deadlines()
     verify: Verify = Verify.ALWAYS
+    backends: tuple[str, ...] = ()
+    """Of the agents that write to peers; empty: every peer can be written to, as far as is known."""
 
     @property
     def fingerprint(self) -> str:
@@ -94,6 +97,7 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
                 f"hash_seed: {self.hash_seed()!r} here, {fit_for_a_log(theirs.hash_seed)!r} there "
                 "(PYTHONHASHSEED must be the same on all peers, or unset)"
             )
+        found += self._unreachable(theirs.agent_metadata)
         found += _differences(self.guards, theirs.guards)
         # The settings behind it are named above, unless one side does not send them.
         if not found and theirs.config_fingerprint not in ("", self.fingerprint):
@@ -103,6 +107,14 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
                 "(model, dtype, block size, groups or parallelism differ)"
             )
         return found
+
+    def _unreachable(self, metadata: bytes) -> list[str]:
+        """That no agent of ours could write to theirs. What cannot be read is told by the agent itself."""
+        theirs = backends_in(metadata)
+        if not self.backends or not theirs or set(self.backends) & set(theirs):
+            return []
+        there = fit_for_a_log(", ".join(theirs))
+        return [f"backends: {', '.join(self.backends)} here, {there} there"]
 
 
 def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

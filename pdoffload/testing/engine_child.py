@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from pdoffload.agent.agent import Agent, Op
+from pdoffload.agent import nixl
+from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import UcxBackend
-from pdoffload.agent.descriptors import Descriptors
 from pdoffload.agent.driven import DrivenAgent
-from pdoffload.agent.nixl import NixlAgent, NixlDriver
-from pdoffload.agent.peer import Peer
+from pdoffload.agent.opening import open_agent as open_real_agent
+from pdoffload.agent.opening import peer_backends
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable
@@ -105,33 +105,19 @@ class _HaltingLink(Link):
         return super().send(address, frame)
 
 
-class _HaltingAgent(NixlAgent):
-    """An agent that stops the process at writes."""
+def _halting(agent: DrivenAgent, halts: _Halts) -> Agent:
+    """The same agent; it stops the process at writes."""
+    submit = agent.submit
 
-    def __init__(self, purpose: str, clock: Clock, halts: _Halts, options: EngineOptions) -> None:
-        backends = [UcxBackend(reach="network", tls=options.ucx_tls)]
-        if options.agent_name:
-            name = f"{options.agent_name}-{purpose}"
-            DrivenAgent.__init__(self, name, NixlDriver(name, backends), clock=clock)
-        else:
-            super().__init__(purpose, backends, clock=clock)
-        self._halts = halts
-
-    def submit(
-        self,
-        op: Op,
-        local: Descriptors,
-        remote: Descriptors,
-        *,
-        timeout_s: float,
-        what: str,
-        peer: Peer | None = None,
-    ) -> Transfer:
-        self._halts.reached(Stage.WRITE_BEGINS)
-        transfer = super().submit(op, local, remote, timeout_s=timeout_s, what=what, peer=peer)
+    def halting_submit(*args: Any, **named: Any) -> Transfer:
+        halts.reached(Stage.WRITE_BEGINS)
+        transfer = submit(*args, **named)
         if transfer.state is TransferState.RUNNING:
-            self._halts.reached(Stage.WRITE_RUNS)
+            halts.reached(Stage.WRITE_RUNS)
         return transfer
+
+    setattr(agent, "submit", halting_submit)  # noqa: B010
+    return agent
 
 
 class _Log(logging.Handler):
@@ -219,19 +205,22 @@ class _Child:
 def prepare() -> None:
     """What is slow the first time and lasts over a fork; nothing where NIXL is missing."""
     with contextlib.suppress(BackendUnusable):
-        NixlAgent("nursery", [UcxBackend(reach="network")]).close()
+        nixl.NixlAgent("nursery", [UcxBackend(reach="network")]).close()
 
 
 def main(connection: socket.socket, encoded: bytes) -> None:
     options = msgspec.msgpack.decode(encoded, type=EngineOptions)
     os.environ.update(options.environment)
+    if options.agent_name:
+        setattr(nixl, "unique_name", lambda purpose: f"{options.agent_name}-{purpose}")  # noqa: B010
     log, halts = _Log(), _Halts()
     logger = logging.getLogger("pdoffload")
     logger.setLevel(logging.INFO)
     logger.addHandler(log)
 
     def open_agent(purpose: str, clock: Clock) -> Agent:
-        return _HaltingAgent(purpose, clock, halts, options)
+        backends = peer_backends(options.backends, ucx_tls=options.ucx_tls)
+        return _halting(open_real_agent(purpose, backends, clock=clock), halts)
 
     class BoundLink(_HaltingLink):
         pass

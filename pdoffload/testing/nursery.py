@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from pdoffload.clock import SYSTEM_CLOCK
+from pdoffload.testing.interpreter import Interpreter, this_one
 
 _START_TIMEOUT_S = 90.0
 _PAUSE_S = 0.002
@@ -47,19 +48,20 @@ class _Reap(msgspec.Struct, frozen=True, tag=True):
 class Nursery:
     """The parent's end. One thread; every wait has a deadline."""
 
-    def __init__(self, module: str) -> None:
-        """`module` is that whose `prepare` and `main` are called."""
+    def __init__(self, module: str, interpreter: Interpreter | None = None) -> None:
+        """`module` is that whose `prepare` and `main` are called, by another Python if one is given."""
         self._module = module
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_START_TIMEOUT_S)
         # Their threads would not be there after a fork.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        interpreter = interpreter or this_one()
         code = "from pdoffload.testing.nursery import nurse; nurse()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, module],
+            [interpreter.python, "-c", code, module],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **single},
+            env=interpreter.environ(**single),
         )
         theirs.close()
 

@@ -1,6 +1,6 @@
 """A process with one NIXL agent and one memory, driven on command, for tests between real processes.
 
-    python -m pdoffload.testing.peer_child SIZE_BYTES
+    python -m pdoffload.testing.peer_child SIZE_BYTES BACKEND
 
 reads one command a line and answers with one JSON object a line:
 
@@ -9,7 +9,7 @@ reads one command a line and answers with one JSON object a line:
     add METADATA           adds a peer
     write ADDRESS BYTES COUNT TIMEOUT_S
                            starts writing COUNT pieces of BYTES to ADDRESS of the peer added last
-    wait                   how that write ended, and by which transport it went
+    wait                   how that write ended, and by which transport it went if it is done
     remove                 removes the peer added last
     cycle METADATA ADDRESS COUNT
                            COUNT times: adds a peer, writes one page to it, removes it
@@ -38,12 +38,14 @@ import xxhash
 
 from pdoffload.agent import nixl
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
+from pdoffload.agent.driven import DrivenAgent
+from pdoffload.agent.opening import open_agent, peer_backends
 from pdoffload.agent.peer import Peer
-from pdoffload.agent.transfer import Transfer
+from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.errors import PdOffloadError
 from pdoffload.testing.child import LineChild
+from pdoffload.testing.interpreter import Interpreter, this_one
 
 PAGE = 4096
 _PROGRESS_S = 0.0002
@@ -52,10 +54,18 @@ _PROGRESS_S = 0.0002
 class PeerChild(LineChild):
     """The parent's end. `env` is added to this process's own."""
 
-    def __init__(self, size_bytes: int, **env: str) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        backend: str = "UCX",
+        *,
+        interpreter: Interpreter | None = None,
+        **env: str,
+    ) -> None:
+        interpreter = interpreter or this_one()
         super().__init__(
-            [sys.executable, "-m", "pdoffload.testing.peer_child", str(size_bytes)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+            [interpreter.python, "-m", "pdoffload.testing.peer_child", str(size_bytes), backend],
+            env=interpreter.environ(**env),
             stderr=subprocess.DEVNULL,
         )
 
@@ -63,7 +73,7 @@ class PeerChild(LineChild):
 class _Child:
     """The process itself."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, backend: str) -> None:
         # UCX writes its log to standard output: answers go through a descriptor of their own.
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
@@ -71,7 +81,8 @@ class _Child:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         filling = np.random.default_rng(os.getpid())
         self._map[:] = filling.bytes(size_bytes)
-        self._agent: nixl.NixlAgent | None = None
+        self._backend = backend
+        self._agent: DrivenAgent | None = None
         self._peer: Peer | None = None
         self._write: Transfer | None = None
         self._serving = False
@@ -113,11 +124,11 @@ class _Child:
         if name:
             # As another program may name its agents: the same after a restart.
             setattr(nixl, "unique_name", lambda _: name)  # noqa: B010
-        self._agent = nixl.NixlAgent("child", [UcxBackend(reach="network")])
+        self._agent = open_agent("child", peer_backends([self._backend]))
         self._agent.register_memory(self._address, len(self._map))
         return {"name": self._agent.name}
 
-    def _ask_agent(self, agent: nixl.NixlAgent, verb: str, *words: str) -> dict[str, Any]:
+    def _ask_agent(self, agent: DrivenAgent, verb: str, *words: str) -> dict[str, Any]:
         if verb == "metadata":
             return {"metadata": agent.metadata().hex(), "address": self._address}
         if verb == "add":
@@ -142,7 +153,7 @@ class _Child:
         return {"balanced": agent.counts.transfers_made == agent.counts.transfers_released}
 
     def _submit(
-        self, agent: nixl.NixlAgent, address: int, size: int, count: int, timeout_s: float
+        self, agent: DrivenAgent, address: int, size: int, count: int, timeout_s: float
     ) -> Transfer:
         self._write = agent.submit(
             Op.WRITE,
@@ -154,19 +165,20 @@ class _Child:
         )
         return self._write
 
-    def _told(self, agent: nixl.NixlAgent) -> dict[str, Any]:
+    def _told(self, agent: DrivenAgent) -> dict[str, Any]:
         assert self._write is not None
         assert self._peer is not None
+        is_done = self._write.state is TransferState.DONE
         return {
             "state": self._write.state.value,
             "error": str(self._write.error or ""),
-            "transport": agent.transport_of(self._peer),
+            "transport": agent.transport_of(self._peer) if is_done else "",
         }
 
     def _close(self) -> None:
-        if self._agent is not None:
-            self._agent.close(timeout_s=0.2)
-            self._agent = self._peer = None
+        agent, self._agent, self._peer = self._agent, None, None
+        if agent is not None:
+            agent.close(timeout_s=0.2)
 
 
 def _in_a_row(address: int, size_bytes: int, count: int) -> Descriptors:
@@ -176,4 +188,4 @@ def _in_a_row(address: int, size_bytes: int, count: int) -> Descriptors:
 if __name__ == "__main__":
     # NIXL would load it for its version alone, which takes seconds.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    _Child(int(sys.argv[1])).run()
+    _Child(int(sys.argv[1]), sys.argv[2]).run()

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from pdoffload.agent.agent import Agent
-from pdoffload.agent.backends import UcxBackend
-from pdoffload.agent.nixl import NixlAgent
+from pdoffload.agent.opening import open_agent as open_real_agent
+from pdoffload.agent.opening import peer_backends
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.config import Verify
 from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
@@ -62,6 +62,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
     heartbeat: Heartbeat = Heartbeat()
     dial_timeout_s: float = DIAL_TIMEOUT_S
+    backends: tuple[str, ...] = ("UCX",)
     ucx_tls: str = ""
     environment: Mapping[str, str] = {}
     """Variables of a process of its own, such as UCX_TLS; not heeded in the caller's."""
@@ -158,6 +159,7 @@ class PeerEngine:
             link,
             lambda purpose: (open_agent or self._open_agent)(purpose, self.clock),
             lambda: options.hash_seed,
+            backends=options.backends,
             deadlines=options.deadlines,
             num_threads=options.num_threads,
         )
@@ -288,8 +290,8 @@ class PeerEngine:
         )
 
     def _open_agent(self, purpose: str, clock: Clock) -> Agent:
-        backend = UcxBackend(reach="network", tls=self.options.ucx_tls)
-        return NixlAgent(f"peers-{purpose}", [backend], clock=clock)
+        backends = peer_backends(self.options.backends, ucx_tls=self.options.ucx_tls)
+        return open_real_agent(f"peers-{purpose}", backends, clock=clock)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Close tier and pool; idempotent. `AssertionError` if anything is still lent."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdoffload.agent.backends import UcxBackend
-from pdoffload.agent.nixl import NixlAgent, first_usable
+from pdoffload.agent.backends import Backend
+from pdoffload.agent.opening import open_agent, peer_backends
 from pdoffload.config import P2pTierConfig
 from pdoffload.config.peers import exposed
 from pdoffload.errors import (
@@ -66,13 +66,14 @@ def open_peer_tier(
         secret = read_cluster_secret(table.cluster_secret_file)
     elif not table.allow_unauthenticated and not is_loopback("host", address.host):
         raise ConfigError([f"host: {exposed(address.host)}"])
-    backends = [UcxBackend(reach="network", tls=table.ucx_tls or "")]
+    backends = peer_backends(table.backends, ucx_tls=table.ucx_tls or "")
     _require_usable(table, backends)
     return PeerTier(
         context,
         Link.bind(address, secret=secret, clock=context.clock),
-        lambda purpose: NixlAgent(f"peers-{purpose}", backends),
+        lambda purpose: open_agent(f"peers-{purpose}", backends),
         hash_seed,
+        backends=table.backends,
         deadlines=Deadlines(
             lookup_timeout_s=table.lookup_timeout_s,
             load_timeout_s=table.load_timeout_s,
@@ -85,7 +86,7 @@ def open_peer_tier(
     )
 
 
-def _require_usable(table: P2pTierConfig, backends: Sequence[UcxBackend]) -> None:
+def _require_usable(table: P2pTierConfig, backends: Sequence[Backend]) -> None:
     """`ConfigError` if no agent can be made with them."""
     for_all = os.environ.get("UCX_TLS")
     if for_all and table.ucx_tls:
@@ -95,12 +96,13 @@ def _require_usable(table: P2pTierConfig, backends: Sequence[UcxBackend]) -> Non
             for_all,
         )
     try:
-        first_usable(backends)
+        open_agent("probe", backends).close()
     except BackendUnusable as error:
+        has_ucx = "UCX" in table.backends
         says = "" if not table.ucx_tls else f', with ucx_tls "{table.ucx_tls}"'
-        says += "" if not for_all else f", with UCX_TLS={for_all} in the environment"
+        says += "" if not for_all or not has_ucx else f", with UCX_TLS={for_all} in the environment"
         problem = (
-            f"backends: got {list(table.backends)}{says}, of which no agent can be made: {error}"
+            f"backends: got {list(table.backends)}{says}, with which no agent can be made: {error}"
         )
         raise ConfigError([problem]) from error
 
@@ -142,6 +144,7 @@ class PeerTier(Tier):
         open_agent: OpenAgent,
         hash_seed: Callable[[], str],
         *,
+        backends: tuple[str, ...] = (),
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         num_threads: int = 4,
         max_peers: int = 128,
@@ -160,6 +163,7 @@ class PeerTier(Tier):
             hash_seed=hash_seed,
             deadlines=deadlines,
             verify=context.verify,
+            backends=backends,
         )
         self._service: PeerService | None = None
         self._roles: dict[str, Roles] = {}

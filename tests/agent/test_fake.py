@@ -207,6 +207,30 @@ def test_a_queue_that_lost_track_takes_its_file_transfers_with_it(
     os.close(fd)
 
 
+def test_an_error_that_may_be_anybody_s_takes_all_transfers_between_memories_with_it(
+    fake: FakeDriver, tmp_path: Path
+) -> None:
+    agent = FakeAgent(driver=fake)
+    memory = Memory()
+    agent.register_memory(memory.address, memory.size_bytes)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, 8 * PAGE)
+    agent.register_files([fd], [8 * PAGE])
+    fake.hold(3)
+    copies = [
+        agent.submit(Op.WRITE, memory.rows(i), memory.rows(i + 8), timeout_s=5, what=f"copy {i}")
+        for i in range(3)
+    ]
+    fake.script("check", Verdict(TransferState.UNKNOWN, LOST, spreads=True))
+    assert agent.poll() == copies
+    assert {copy.state for copy in copies} == {TransferState.UNKNOWN}
+    load = agent.submit(Op.READ, memory.rows(5), file_rows(fd, 5), timeout_s=5, what="load")
+    assert agent.wait(load).state is TransferState.DONE
+    assert agent.close() == []
+    assert all(copy.settled for copy in copies)
+    os.close(fd)
+
+
 def test_a_delay_is_kept_by_the_clock(tmp_path: Path) -> None:
     clock = FakeClock()
     agent = FakeAgent(driver=FakeDriver(clock=clock, delay_s=0.2), clock=clock)

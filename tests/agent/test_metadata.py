@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdoffload.agent.metadata import agent_name_in
+from pdoffload.agent.metadata import agent_name_in, backends_in, read_metadata
 from pdoffload.errors import NixlError
 
 
@@ -54,7 +54,44 @@ def test_the_name_is_read() -> None:
 
 
 def test_a_row_and_an_address_of_another_backend_are_its_own_affair() -> None:
-    assert agent_name_in(metadata(backend=b"LIBFABRIC", address=b"\xff", row=bytes(25))) == "agent"
+    assert agent_name_in(metadata(backend=b"MOONCAKE", address=b"\xff", row=bytes(25))) == "agent"
+
+
+def test_the_backends_are_read_with_their_addresses() -> None:
+    whole = metadata(backend=b"MOONCAKE", address=b"a host")
+    assert backends_in(whole) == ("MOONCAKE",)
+    assert read_metadata(whole).addresses == {"MOONCAKE": b"a host"}
+    assert backends_in(whole[:-1]) == ()
+
+
+def rails(count: bytes, *numbers: int) -> bytes:
+    """As NIXL's LIBFABRIC writes its address: an endpoint for each rail."""
+    endpoints = [field(f"dest_data_ep_{number}".encode(), bytes(56)) for number in numbers]
+    return b"nixlSerDes|" + field(b"num_rails", count) + b"".join(endpoints)
+
+
+def test_rails_are_counted() -> None:
+    for address in (rails(b"1", 0), rails(b"2", 0, 1)):
+        assert agent_name_in(metadata(backend=b"LIBFABRIC", address=address)) == "agent"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        b"\xff",
+        rails(b"0"),
+        rails(b"2", 0),
+        rails(b"1", 1),
+        rails(b"1", 0, 1),
+        rails(b"99999999"),
+        rails(b"-1", 0),
+        rails(b"", 0),
+        rails(b"1", 0)[:-1],
+    ],
+)
+def test_rails_that_are_not_as_told_are_refused(address: bytes) -> None:
+    with pytest.raises(NixlError, match="garbled"):
+        agent_name_in(metadata(backend=b"LIBFABRIC", address=address))
 
 
 @pytest.mark.parametrize(

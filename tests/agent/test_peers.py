@@ -1,6 +1,7 @@
 """Two processes and a real NIXL between them: bytes, and what becomes of them when one of the two goes.
 
-The transports are chosen in the children's environment, as an operator would: UCX reads it once a process.
+UCX's transports are chosen in the children's environment, as an operator would: it is read once a process.
+LIBFABRIC needs a Python of its own (`make fabric`), and goes over TCP.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pdoffload.testing.interpreter import Interpreter
 from pdoffload.testing.peer_child import PAGE, PeerChild
 
 pytestmark = pytest.mark.nixl
@@ -23,16 +25,28 @@ PIECES = SIZE_BYTES // PIECE_BYTES
 Start = Callable[[], PeerChild]
 
 
-@pytest.fixture(scope="module", params=["tcp", "cma,tcp"])
+FABRIC = "LIBFABRIC"
+
+
+@pytest.fixture(scope="module", params=["tcp", "cma,tcp", FABRIC])
 def transports(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def start(transports: str) -> Iterator[Start]:
+def start(transports: str, request: pytest.FixtureRequest) -> Iterator[Start]:
     """Starts processes that end with the test."""
+    interpreter: Interpreter | None = None
+    if transports == FABRIC:
+        interpreter = request.getfixturevalue("fabric")
+
+    def start_one() -> PeerChild:
+        if interpreter is not None:
+            return PeerChild(SIZE_BYTES, FABRIC, interpreter=interpreter)
+        return PeerChild(SIZE_BYTES, UCX_TLS=transports)
+
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(PeerChild(SIZE_BYTES, UCX_TLS=transports))
+        yield lambda: stack.enter_context(start_one())
 
 
 def serve(child: PeerChild, name: str = "") -> dict[str, Any]:
@@ -79,7 +93,7 @@ def test_bytes_arrive_and_the_transport_is_told(start: Start, transports: str) -
     done = write(writer, told)
     assert done["state"] == "done"
     assert same(writer, reader)
-    expected = "cma/memory" if "cma" in transports else "tcp/"
+    expected = {"tcp": "tcp/", "cma,tcp": "cma/memory", FABRIC: "LIBFABRIC/tcp"}[transports]
     assert done["transport"].startswith(expected), done
 
 
@@ -100,7 +114,8 @@ def test_c17_a_peer_killed_in_the_middle_fails_its_write_at_once_and_may_come_ba
             assert "cma" in transports, "cma alone writes without the reader"
             ended = write(writer, told, 1)
         assert ended["state"] == "unknown"
-        assert "REMOTE_DISCONNECT" in ended["error"]
+        said = "NIXL_ERR_BACKEND" if transports == FABRIC else "REMOTE_DISCONNECT"
+        assert said in ended["error"]
         assert "still in use" in writer.ask("remove")["error"]
         replace(writer)
 
@@ -119,12 +134,18 @@ def test_a_peer_that_is_gone_is_refused_or_its_first_write_fails(start: Start) -
     connect(writer, serve(start(), "again"))
 
 
-def test_a_stopped_peer_costs_a_deadline_and_serves_others_when_it_goes_on(start: Start) -> None:
+def test_a_stopped_peer_costs_a_deadline_and_serves_others_when_it_goes_on(
+    start: Start, transports: str
+) -> None:
     writer, reader = start(), start()
     writer.ask("open")
     told = serve(reader)
-    reader.signal(signal.SIGSTOP)
-    writer.ask(f"add {told['metadata']}")
+    if transports == FABRIC:  # which waits for a peer that is new: see test_fabric.py
+        connect(writer, told)
+        reader.signal(signal.SIGSTOP)
+    else:
+        reader.signal(signal.SIGSTOP)
+        writer.ask(f"add {told['metadata']}")
     late = write(writer, told, timeout_s=0.5)
     assert late["state"] == "unknown"
     assert "waited 0.5 s" in late["error"]

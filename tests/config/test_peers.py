@@ -166,7 +166,7 @@ def test_keys_of_tiers_that_store_are_unknown_here(key: str) -> None:
 @pytest.mark.parametrize("name", LATER_P2P_BACKENDS)
 def test_a_plugin_of_a_later_version_is_told_apart_from_a_wrong_one(name: str) -> None:
     assert the_problem(backends=[name]) == (
-        f'backends: "{name}" is not available in this version; available: UCX'
+        f'backends: "{name}" is not available in this version; available: UCX, LIBFABRIC, MOONCAKE'
     )
 
 
@@ -177,7 +177,7 @@ def test_a_plugin_of_a_later_version_is_told_apart_from_a_wrong_one(name: str) -
         (["LIBFABRC"], 'backends: got "LIBFABRC"; nearest: LIBFABRIC'),
         (["NOPE"], 'backends: got "NOPE"; known: UCX, LIBFABRIC, '),
         (["POSIX"], 'backends: got "POSIX"; '),
-        ([], "backends: got []; one at least is needed; available: UCX"),
+        ([], "backends: got []; one at least is needed; available: UCX, LIBFABRIC, MOONCAKE"),
         (["UCX", "UCX"], 'backends: "UCX" is named twice'),
     ],
 )
@@ -186,8 +186,21 @@ def test_a_wrong_plugin_names_the_known(names: list[str], said: str) -> None:
 
 
 def test_every_wrong_plugin_is_named() -> None:
-    problems = problems_of(with_peers(backends=["LIBFABRIC", "UCX", "ucxx"]))
+    problems = problems_of(with_peers(backends=["UCCL", "UCX", "ucxx"]))
     assert len(problems) == 2
+
+
+@pytest.mark.parametrize("names", [["UCX"], ["LIBFABRIC"], ["MOONCAKE"], ["LIBFABRIC", "UCX"]])
+def test_the_plugins_are_taken_in_their_order(names: list[str]) -> None:
+    assert tier_of(backends=names).backends == tuple(names)
+
+
+def test_a_setting_of_ucx_without_ucx_is_refused() -> None:
+    problem = the_problem(backends=["LIBFABRIC"], ucx_tls="tcp")
+    assert problem == (
+        'ucx_tls: got "tcp", and backends names no UCX that it could mean; leave it out'
+    )
+    assert tier_of(backends=["LIBFABRIC", "UCX"], ucx_tls="tcp").ucx_tls == "tcp"
 
 
 # --- who may connect -----------------------------------------------------------------------------

@@ -17,13 +17,14 @@ from pdoffload.errors import (
     TransferError,
 )
 from pdoffload.memory.host import HostRegion
+from pdoffload.p2p import outbound
 from pdoffload.p2p.hashing import Hashing
 from pdoffload.p2p.messages import Fetch
 from pdoffload.p2p.outbound import Outbound, WriteSettled, Written
 from pdoffload.p2p.serving import Serve, Write
 from pdoffload.p2p.session import ServeState
 from pdoffload.p2p.terms import Target
-from pdoffload.testing.agents import FakeAgent, FakeDriver
+from pdoffload.testing.agents import FakeAgent, FakeCall, FakeDriver
 from pdoffload.testing.clock import FakeClock
 from pdoffload.testing.tier_rig import filled_region, keys_of
 
@@ -50,6 +51,16 @@ class Away:
         self.region.close()
 
 
+class LosableAgent(FakeAgent):
+    """As one of LIBFABRIC's is, whose calls wait for peers."""
+
+    is_lost = False
+
+    @property
+    def lost(self) -> bool:
+        return self.is_lost
+
+
 class Writer:
     """An outbound over fakes, driven step by step, and all that it reported."""
 
@@ -67,7 +78,8 @@ class Writer:
         if self.refusal is not None:
             raise self.refusal
         self.drivers.append(FakeDriver(clock=self.clock))
-        return FakeAgent(purpose, driver=self.drivers[-1], clock=self.clock)
+        self.agent = LosableAgent(purpose, driver=self.drivers[-1], clock=self.clock)
+        return self.agent
 
     @property
     def driver(self) -> FakeDriver:
@@ -298,6 +310,38 @@ def test_a_write_past_its_deadline_wears_the_agent_out(
     assert writer.written(late).error is None
     assert len(writer.drivers) == 2
     assert not equal_slots(writer, away, 1), "it was never moved"
+
+
+@pytest.mark.parametrize("call", ["add_peer", "make"])
+def test_an_agent_that_is_lost_in_a_call_is_replaced(
+    call: FakeCall, writer: Writer, away: Away, other: Away
+) -> None:
+    writer.post(other.target, 0)
+    writer.driver.script(call, NixlError(call, "it has not returned within 5 s"))
+    writer.agent.is_lost = True
+    failed = writer.post(away.target, 1)
+    assert writer.written(failed).settled, "it was not begun"
+    assert "not returned" in str(writer.failure(failed))
+    assert writer.outbound.worn
+    writer.outbound.poll()
+    assert writer.written(writer.post(away.target, 1)).error is None
+    assert len(writer.drivers) == 2
+
+
+def test_an_agent_that_has_known_many_peers_makes_room_for_another(
+    writer: Writer, away: Away, other: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbound, "MOST_PEERS", 2)
+    writer.post(away.target, 0)
+    writer.outbound.forget(away.target)
+    writer.post(other.target, 0)
+    again = writer.write(away.introduce(), 1)
+    assert not writer.begin(again, 1e9)
+    assert writer.outbound.worn
+    writer.outbound.poll()
+    assert writer.begin(again, 1e9)
+    assert writer.written(again).error is None
+    assert len(writer.drivers) == 2
 
 
 def test_c17_a_peer_that_dies_under_a_write_costs_the_agent(writer: Writer, away: Away) -> None:

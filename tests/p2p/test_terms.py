@@ -136,3 +136,43 @@ def test_every_introduction_is_a_target_of_its_own() -> None:
     one, other = (Target("decoder", b"metadata", 0, 1, 1) for _ in range(2))
     assert one != other
     assert len({one, other}) == 2
+
+
+def by(*backends: str) -> bytes:
+    """Metadata of an agent that can be reached by these."""
+
+    def field(tag: str, content: bytes) -> bytes:
+        return tag.encode() + len(content).to_bytes(8, "little") + content + b"|"
+
+    addresses = [field("t", name.encode()) + field("c", b"\0address") for name in backends]
+    return b"".join(
+        (
+            b"nixlSerDes|",
+            field("Agent", b"theirs"),
+            field("Conns", len(backends).to_bytes(8, "little")),
+            *addresses,
+            field("", b"MemSection"),
+            field("nixlSecElms", bytes(8)),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (("UCX",), ("MOONCAKE",), ["backends: UCX here, MOONCAKE there"]),
+        (("UCX", "LIBFABRIC"), ("A", "B"), ["backends: UCX, LIBFABRIC here, A, B there"]),
+        (("UCX", "LIBFABRIC"), ("A", "UCX"), []),
+        ((), ("MOONCAKE",), []),
+    ],
+)
+def test_peers_need_a_backend_in_common(
+    ours: tuple[str, ...], theirs: tuple[str, ...], said: list[str]
+) -> None:
+    mine = msgspec.structs.replace(terms(), backends=ours)
+    assert mine.objections(introduced(terms(), agent_metadata=by(*theirs))) == said
+
+
+def test_metadata_that_cannot_be_read_is_left_to_the_agent() -> None:
+    mine = msgspec.structs.replace(terms(), backends=("UCX",))
+    assert mine.objections(introduced(terms(), agent_metadata=b"nonsense")) == []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from pdoffload.agent.plugins import plugin_dir
 from pdoffload.config import P2pTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.p2p.address import Address
@@ -81,6 +83,32 @@ def test_a_transport_that_reaches_nobody_leaves_engines_that_compute(nursery: Nu
             consumer.at_rest()
             producer.forget()
         assert any("UCX" in line and "cannot be used" in line for line in one.logged)
+
+
+@pytest.mark.parametrize(
+    "backends", [("LIBFABRIC",), ("UCX", "LIBFABRIC")], ids=lambda names: " ".join(names)
+)
+def test_a_backend_that_does_not_load_is_told_at_the_start_with_the_remedy(
+    backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    folder = plugin_dir()
+    assert folder is not None
+    for plugin in folder.glob("*.so"):
+        if "LIBFABRIC" not in plugin.name:
+            (tmp_path / plugin.name).symlink_to(plugin)
+    (tmp_path / "libplugin_LIBFABRIC.so").write_bytes(b"no library")
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
+    region = filled_region(4)
+    with pytest.raises(ConfigError) as refused:
+        open_peer_tier(
+            P2pTierConfig(backends=backends), Address(HOST, 0), context_of(region), lambda: "0"
+        )
+    region.close()
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"backends: got {list(backends)}, with")
+    assert "LIBFABRIC cannot be used: it does not load" in problem
+    assert ("UCX_TLS" in problem) == ("UCX" in backends)
 
 
 @pytest.mark.parametrize("transports", ["posix", "nonsense"])
