@@ -343,6 +343,7 @@ class NixlDriver:
             # would keep the process until its I/O has ended.
             left = (self._agent, self._requests, self._landing_pad)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+        del self._agent
 
 
 def unique_name(name: str) -> str:
