@@ -11,6 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+export PDOFFLOAD_GPU_CHECK=1
 if [ $# -gt 0 ]; then
     export PDOFFLOAD_GPU_DIR=$1
     df -hT "$1"

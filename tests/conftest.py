@@ -104,7 +104,7 @@ def run_suite(cufile_env: dict[str, str]) -> Callable[[Path, str], None]:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=280,
             check=False,
         )
         said = done.stdout + done.stderr

@@ -22,6 +22,8 @@ from pdoffload.agent.backends import refuse_unknown
 from pdoffload.agent.needs import NEEDS, Needs
 
 LOAD_TIMEOUT_S = 4.0
+START_TIMEOUT_S = 30.0
+"""Where devices are there, which a library may take seconds to set up: CUDA does on hosts with many GPUs."""
 # Loads argv[1]; with two more, calls the function argv[3] of the library argv[2] and expects a 0.
 _ASK = """
 import ctypes, sys
@@ -79,7 +81,7 @@ def plugin_dir() -> Path | None:
     """Where NIXL looks: NIXL_PLUGIN_DIR, else beside its library; None where no wheel of it is installed."""
     given = os.environ.get("NIXL_PLUGIN_DIR")
     if given:
-        return Path(given)
+        return Path(given).absolute()
     for cuda in ("cu12", "cu13"):
         spec = importlib.util.find_spec(f"nixl_{cuda}")
         if spec is not None and spec.origin is not None:
@@ -91,21 +93,24 @@ def plugin_dir() -> Path | None:
 def usability(name: str) -> Usability:
     """Whether the plugin `name` can be used here: it loads, what it stands on starts, devices are there.
 
-    Raises `ConfigError` for a name that is not known. Takes `LOAD_TIMEOUT_S` at most; any thread. What
-    only bytes can tell (a file system that refuses, a store that is not there) is left to a trial.
+    Raises `ConfigError` for a name that is not known. Takes `LOAD_TIMEOUT_S` at most, or `START_TIMEOUT_S`
+    where something is to start on devices that are there; any thread. What only bytes can tell (a file
+    system that refuses, a store that is not there) is left to a trial.
     """
     refuse_unknown(name)
     needs = NEEDS[name]
     absent = [device for device in needs.devices if not glob.glob(device.pattern)]
     missed = tuple(f"{each.pattern} is not there: {each.without}" for each in absent)
-    found = _ask(name, needs, likely="".join(missed[:1]))
+    may_set_up = needs.start is not None and len(absent) < len(needs.devices)
+    timeout_s = START_TIMEOUT_S if may_set_up else LOAD_TIMEOUT_S
+    found = _ask(name, needs, likely="".join(missed[:1]), timeout_s=timeout_s)
     if not found.usable:
         return found
     blocking = [line for line, each in zip(missed, absent, strict=True) if each.needed]
     return Usability(name, "; ".join(blocking), remarks=() if blocking else missed)
 
 
-def _ask(name: str, needs: Needs, *, likely: str) -> Usability:
+def _ask(name: str, needs: Needs, *, likely: str, timeout_s: float) -> Usability:
     """Ask the linker, and what is to start whether it does; `likely` is why not, if it does not."""
     folder = plugin_dir()
     if folder is None:
@@ -129,11 +134,12 @@ def _ask(name: str, needs: Needs, *, likely: str) -> Usability:
                 text=True,
                 errors="replace",
                 cwd=scratch,
-                timeout=LOAD_TIMEOUT_S,
+                timeout=timeout_s,
                 check=False,
             )
     except subprocess.TimeoutExpired:
-        return Usability(name, f"{library} does not load within {LOAD_TIMEOUT_S:g} s")
+        what = "load" if start is None else "load and start"
+        return Usability(name, f"{library} does not {what} within {timeout_s:g} s")
     if asked.returncode < 0:
         reason = f"loading {library} ends a process by signal {-asked.returncode}"
         return Usability(name, reason)

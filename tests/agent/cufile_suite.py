@@ -290,6 +290,16 @@ if NAME == "GDS":
         assert os.pread(bench.fd, PAGE, PAGE) != bench.memory.page(1)
         assert os.pread(bench.fd, PAGE // 2, PAGE + PAGE // 2) == old[PAGE // 2 :]
 
+    def test_a_request_whose_state_cufile_does_not_tell_is_told_as_done(
+        bench: Bench, cufile: CufileForTests
+    ) -> None:
+        cufile.order(Call.READ, Fault.HANG)
+        cufile.order(Call.STATUS, Fault.FAIL, value=5030)
+        assert bench.move(Op.READ, 0).state is DONE
+        cufile.until(lambda: cufile.hanging() == 1, "the read that goes on")
+        cufile.heal()
+        cufile.until(lambda: cufile.hanging() == 0, "its end")
+
     def test_a_refused_submit_is_unknown_and_the_agent_is_used_up(
         cufile: CufileForTests, tmp_path: Path
     ) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.nixl
 NAMES = pytest.mark.parametrize("name", ["GDS_MT", "GDS"])
 
 
+@pytest.mark.timeout(300)
 @NAMES
 def test_the_plugin_keeps_the_contract_and_fails_as_it_is_written_down(
     run_suite: Callable[[Path, str], None], name: str

@@ -122,7 +122,8 @@ def needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def starting(folder: Path, body: str) -> None:
     status = "typedef struct { int err, cu_err; } Status;"
     compiled(
-        folder / START.library, f"#include <stdlib.h>\n{status} Status start(void) {{ {body} }}"
+        folder / START.library,
+        f"#include <stdlib.h>\n#include <unistd.h>\n{status} Status start(void) {{ {body} }}",
     )
 
 
@@ -171,7 +172,7 @@ def test_a_device_without_which_it_is_of_no_use_is_a_reason(needs: Callable[...,
     ("body", "told"),
     [
         ("abort();", "ends a process by signal 6"),
-        ("for (;;) {}", "does not load within 0.5 s"),
+        ("for (;;) {}", "does not load and start within 0.5 s"),
     ],
 )
 def test_a_start_that_crashes_or_hangs_does_so_elsewhere(
@@ -185,6 +186,17 @@ def test_a_start_that_crashes_or_hangs_does_so_elsewhere(
     needs(start=START)
     monkeypatch.setattr(plugins, "LOAD_TIMEOUT_S", 0.5 if "for" in body else 5.0)
     assert usability(PLUGIN).reason.endswith(told)
+
+
+def test_a_start_on_devices_that_are_there_may_take_long(
+    folder: Path, needs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting(folder, "sleep(1); return (Status){0, 0};")
+    monkeypatch.setattr(plugins, "LOAD_TIMEOUT_S", 0.01)
+    needs(start=START, devices=(Device(pattern="/dev/no-such*", without=""),))
+    assert "within 0.01 s" in usability(PLUGIN).reason
+    needs(start=START, devices=(Device(pattern="/dev/null", without=""),))
+    assert usability(PLUGIN).usable
 
 
 def test_what_a_start_prints_does_not_hide_its_answer(
@@ -206,6 +218,15 @@ def test_a_start_leaves_no_file_where_the_engine_was_started(
     monkeypatch.chdir(here)
     assert usability(PLUGIN).usable
     assert list(here.iterdir()) == []
+
+
+def test_a_folder_of_plugins_may_be_named_from_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(folder / "libplugin_OBJ.so", "int x;")
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", folder.name)
+    assert usability("OBJ").usable
 
 
 def test_one_that_is_missing_is_told_with_what_brings_it(folder: Path) -> None:

@@ -39,6 +39,14 @@ BACKENDS: dict[str, Backend] = {
 NAMES = pytest.mark.parametrize("name", list(BACKENDS))
 
 
+@pytest.fixture(autouse=True)
+def checked() -> None:
+    """In an ordinary run what is not set up is skipped; the script fails for it."""
+    found = usability("GDS_MT")
+    if not found.usable and "PDOFFLOAD_GPU_CHECK" not in os.environ:
+        pytest.skip(f"{found.why}; scripts/gpu_check.sh says what is needed")
+
+
 @pytest.fixture
 def torch() -> Any:
     torch = pytest.importorskip("torch")

@@ -34,7 +34,7 @@ _THREADS = 4
 _BATCH_PIECES = 128
 """As many as cuFile takes in a batch unless its cufile.json says otherwise."""
 _CUTS_BYTES = tuple(1 << bits for bits in range(24, 31))
-_TRIAL_TIMEOUT_S = 1.5
+_TRIAL_TIMEOUT_S = 3.0
 _left_over: list[object] = []
 """What a trial that never ended may still read or write: never freed."""
 
@@ -59,7 +59,7 @@ def choose(
     """The backend `name`, or for `auto`: GDS_MT if it works, else the reason why POSIX is to be used.
 
     A file is written to `path` and removed. Raises `ConfigError` with reason and remedy if `name` does
-    not work; takes less than five seconds.
+    not work, in less than five seconds unless there is a GPU to set up.
     """
     backend: CufileBackend = _gds(use) if name == "GDS" else GdsMtBackend(num_threads=_THREADS)
     if not NEEDS[backend.name].tells_failures:

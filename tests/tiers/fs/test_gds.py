@@ -27,6 +27,7 @@ MIB = 1 << 20
 without_gpu = pytest.mark.skipif(bool(glob.glob(GPU_DEVICES)), reason="this machine has a GPU")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.nixl
 @pytest.mark.parametrize("name", ["GDS_MT", "GDS"])
 def test_the_tier_over_the_plugin(run_suite: Callable[[Path, str], None], name: str) -> None:
