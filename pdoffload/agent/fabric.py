@@ -18,6 +18,8 @@ Read in the source of NIXL's plugin and tried with 1.4.1 over libfabric 2.5's TC
 
 from __future__ import annotations
 
+import functools
+import logging
 import socket
 from collections.abc import Callable, Mapping
 
@@ -26,6 +28,8 @@ import numpy as np
 from pdoffload.agent.descriptors import Rows
 from pdoffload.agent.metadata import Metadata
 from pdoffload.errors import NixlError
+
+logger = logging.getLogger(__name__)
 
 NAME = "LIBFABRIC"
 
@@ -111,6 +115,7 @@ def require_listener(peer: Metadata) -> None:
     """
     address = _socket_of(peer)
     if address is None:
+        _say_what_was_never_tried()
         return
     try:
         socket.create_connection(address, _CONNECT_TIMEOUT_S).close()
@@ -118,6 +123,14 @@ def require_listener(peer: Metadata) -> None:
         host, port = address
         reason = f"nobody listens at {host} port {port}: {error.strerror or error}"
         raise NixlError("add_remote_agent", reason) from error
+
+
+@functools.cache
+def _say_what_was_never_tried() -> None:
+    logger.warning(
+        "LIBFABRIC reaches peers by another provider than TCP, by which pdoffload has never been run: that "
+        "the bytes of a write have landed when it counts as done is not known there"
+    )
 
 
 def _socket_of(peer: Metadata) -> tuple[str, int] | None:

@@ -221,7 +221,8 @@ class NixlDriver:
 
     def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> Request:
         to_file = remote.kind is MemoryKind.FILE
-        backends = self._file_backends if to_file else self._memory_backends
+        # Of several NIXL takes any: the choice is ours.
+        backends = self._file_backends if to_file else self._memory_backends[:1]
         if peer is not None and not to_file:
             backends = [self._backend_of(self._peers[peer])]
         if not backends:

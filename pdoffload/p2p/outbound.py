@@ -308,7 +308,11 @@ class Outbound:
             if agent is not None:
                 agent.close(timeout_s=timeout_s)
         except BaseException:  # then its bytes may move for ever, and its slots stay lent
-            logger.exception("%s: the agent does not close; slots are lost", self._purpose)
+            logger.exception(
+                "%s: the agent does not close; %d writes keep their slots",
+                self._purpose,
+                len(self._unsettled),
+            )
             is_closed = False
         for transfer in list(self._under_way):
             self._ended(transfer)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdoffload.agent import fabric as fabric_module
 from pdoffload.agent.fabric import (
     BrokenConnections,
     ParkedPeers,
@@ -243,4 +244,11 @@ def test_who_listens_is_asked_before_nixl_is(
         require_listener(reached(port))
     with pytest.raises(NixlError, match=f"nobody listens at {host} port {port}"):
         require_listener(reached(port))
-    require_listener(NO_SOCKET)
+
+
+def test_a_provider_that_was_never_tried_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    fabric_module._say_what_was_never_tried.cache_clear()
+    for _ in range(2):
+        require_listener(NO_SOCKET)
+    (line,) = [each for each in caplog.messages if "another provider than TCP" in each]
+    assert "never been run" in line

@@ -136,6 +136,27 @@ def test_a_consumer_is_killed_and_its_producer_serves_others(
         assert other.pull(ASK, producer, chunks.name, chunks).num_right == COUNT
 
 
+def test_a_consumer_that_is_killed_holds_nobody_up(
+    nursery: Nursery, victim: EngineProcess, chunks: Chunks
+) -> None:
+    with EngineProcess(nursery, OPTIONS) as producer, EngineProcess(nursery, OPTIONS) as other:
+        victim.works_with(producer)
+        other.works_with(producer)
+        producer.hold(chunks)
+        producer.halt_at(Stage.WRITE_RUNS)
+        victim.want(ASK, producer, chunks.name, chunks)
+        producer.halted()
+        other.want(ASK, producer, chunks.name, chunks)
+        victim.kill()
+        producer.go_on()
+        # No deadline passes here. Its own writes may have ended with those to the victim.
+        pulled = other.pulled(chunks.name)
+        assert pulled.num_right == pulled.num_loaded
+        producer.at_rest()
+        other.at_rest()
+        other.works_with(producer)
+
+
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
 def test_a_consumer_stands_still_and_gets_its_chunks_when_it_goes_on(
     is_known: bool, nursery: Nursery, victim: EngineProcess, chunks: Chunks
