@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 
+from pdoffload.testing import verbs
 from pdoffload.testing.interpreter import Interpreter, of_environment
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +17,7 @@ CACHE = ROOT / ".cache"
 
 # A marker, the module it stands for, and the way to get it.
 NEEDED_MODULES = {
+    "mooncake": ("mooncake", "pip install 'pdoffload[mooncake]'"),
     "nixl": ("nixl", "pip install 'pdoffload[nixl]'"),
     "vllm": ("vllm", "make setup"),
 }
@@ -33,6 +35,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (module, remedy) in NEEDED_MODULES.items():
         if item.get_closest_marker(marker) and importlib.util.find_spec(module) is None:
             _miss(f"{module} is not installed: {remedy}")
+    if item.get_closest_marker("mooncake"):
+        verbs.provide()
 
 
 @pytest.fixture(scope="session")
