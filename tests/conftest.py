@@ -14,6 +14,7 @@ from typing import NoReturn
 import pytest
 
 from pdoffload.agent.needs import GPU_DEVICES
+from pdoffload.testing import verbs
 from pdoffload.testing.cufile import MARK, build, environment, library_folder
 from pdoffload.testing.interpreter import Interpreter, of_environment
 
@@ -22,6 +23,7 @@ CACHE = ROOT / ".cache"
 
 # A marker, the module it stands for, and the way to get it.
 NEEDED_MODULES = {
+    "mooncake": ("mooncake", "pip install 'pdoffload[mooncake]'"),
     "nixl": ("nixl", "pip install 'pdoffload[nixl]'"),
     "vllm": ("vllm", "make setup"),
 }
@@ -41,6 +43,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             _miss(f"{module} is not installed: {remedy}")
     if item.get_closest_marker("gpu") and not glob.glob(GPU_DEVICES):
         pytest.skip(f"no GPU here ({GPU_DEVICES}); on a machine with one: scripts/gpu_check.sh")
+    if item.get_closest_marker("mooncake"):
+        verbs.provide()
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 # Foreign packages that stop at one seam: where each may be imported.
 SEAMS = {
+    "mooncake": ("agent/mooncake_engine.py",),
     "nixl": ("agent/nixl.py",),
     "nixl_cu12": ("agent/nixl.py",),
     "nixl_cu13": ("agent/nixl.py",),

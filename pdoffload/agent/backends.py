@@ -282,7 +282,13 @@ class LibfabricBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class MooncakeBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """MOONCAKE: memory to memory of other processes and hosts, by the Transfer Engine."""
+    """MOONCAKE: memory to memory of other processes and hosts, by Mooncake's Transfer Engine.
+
+    `host`: where peers reach an engine that is used through its own package. NIXL's plugin does not take
+    it: that one chooses an interface, or takes NIXL_MOONCAKE_IP_ADDR from the environment.
+    """
+
+    host: str = "localhost"
 
     name = "MOONCAKE"
     ranges: ClassVar[Ranges] = {}

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pdoffload.agent.mooncake_metadata import MOONCAKE_MAGIC
 from pdoffload.errors import NixlError
 
 _MAGIC = b"nixlSerDes|"
@@ -60,6 +61,8 @@ def agent_name_in(metadata: bytes) -> str:
 
 def backends_in(metadata: bytes) -> tuple[str, ...]:
     """By which backends the agent that made `metadata` can be reached; empty where that cannot be read."""
+    if metadata.startswith(MOONCAKE_MAGIC):
+        return ("MOONCAKE",)
     try:
         return tuple(read_metadata(metadata).addresses)
     except NixlError:

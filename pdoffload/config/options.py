@@ -220,7 +220,8 @@ class P2pTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table"
     allow_unauthenticated: Annotated[
         bool,
         about(
-            "Bind beyond loopback without a secret: whoever reaches the port can read host memory.",
+            "Bind beyond loopback without a secret: whoever reaches the port can read host memory. Also with "
+            "MOONCAKE, which lets everybody at it, with or without a secret.",
             own=True,
         ),
     ] = False

@@ -7,7 +7,7 @@ are for whoever opens the tier.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdoffload.config.hosts import Reach, host_problem, normal_host, reach_of
@@ -54,6 +54,9 @@ def read_p2p_tier(
             f"{where}ucx_tls: got {shown(values['ucx_tls'])}, and backends names no UCX that it could "
             "mean; leave it out"
         )
+    allowed = given.get("allow_unauthenticated", False) is not False
+    if host is not None and not allowed and opens_memory(values.get("backends", ()), host):
+        found.append(f"{where}backends: {memory_exposed(host)}")
     problems += found
     return None if found else P2pTierConfig(**values)
 
@@ -80,6 +83,23 @@ def exposed(host: str) -> str:
     return (
         f"got {shown(host)}, which other hosts can reach, without cluster_secret_file; set it, or bind "
         "localhost, or set allow_unauthenticated to true where the network itself is guarded"
+    )
+
+
+def opens_memory(backends: Sequence[str], host: str) -> bool:
+    """Whether one of `backends` lets other hosts at the memory, as far as the text of `host` tells.
+
+    MOONCAKE listens without authentication (docs/decisions/0014-mooncake.md).
+    """
+    return "MOONCAKE" in backends and reach_of(host) is Reach.NETWORK
+
+
+def memory_exposed(host: str) -> str:
+    """What is said of MOONCAKE at a `host` that others can reach."""
+    return (
+        f'got "MOONCAKE", by which whoever reaches {shown(host)} can read and write host memory, with or '
+        "without cluster_secret_file; bind localhost, or name another backend, or set "
+        "allow_unauthenticated to true where the network itself is guarded"
     )
 
 
@@ -120,6 +140,8 @@ def _host(tier: P2pTierConfig, environ: Mapping[str, str], problems: list[str]) 
     wrong = host_problem(given) or _exposure_problem(given, guarded=guarded)
     if wrong:
         problems.append(f"{P2P_HOST_VARIABLE}: {wrong}")
+    elif not tier.allow_unauthenticated and opens_memory(tier.backends, given):
+        problems.append(f"backends: {memory_exposed(given)}")
     return normal_host(given)
 
 
@@ -152,6 +174,8 @@ def p2p_warnings(tier: P2pTierConfig) -> list[str]:
         found.append(
             "allow_unauthenticated: true, so whoever reaches the port can read the KV cache"
             if secret is None
+            else "allow_unauthenticated: true, so whoever reaches the host can read and write its memory"
+            if "MOONCAKE" in tier.backends
             else "allow_unauthenticated: not used, cluster_secret_file is set"
         )
     elif secret is None and tier.host is not None and reach_of(tier.host) is Reach.UNRESOLVED:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdoffload.agent import nixl
+from pdoffload.agent import mooncake, nixl
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.driven import DrivenAgent
@@ -53,7 +53,7 @@ from pdoffload.testing.engine_process import (
     Tell,
     Want,
 )
-from pdoffload.testing.peer_engine import EngineOptions, PeerEngine
+from pdoffload.testing.peer_engine import HOST, EngineOptions, PeerEngine
 
 _STEP_S = 0.001
 _PAUSE_S = 0.0005
@@ -212,14 +212,15 @@ def main(connection: socket.socket, encoded: bytes) -> None:
     options = msgspec.msgpack.decode(encoded, type=EngineOptions)
     os.environ.update(options.environment)
     if options.agent_name:
-        setattr(nixl, "unique_name", lambda purpose: f"{options.agent_name}-{purpose}")  # noqa: B010
+        for module in (nixl, mooncake):
+            setattr(module, "unique_name", lambda purpose: f"{options.agent_name}-{purpose}")  # noqa: B010
     log, halts = _Log(), _Halts()
     logger = logging.getLogger("pdoffload")
     logger.setLevel(logging.INFO)
     logger.addHandler(log)
 
     def open_agent(purpose: str, clock: Clock) -> Agent:
-        backends = peer_backends(options.backends, ucx_tls=options.ucx_tls)
+        backends = peer_backends(options.backends, ucx_tls=options.ucx_tls, host=HOST)
         return _halting(open_real_agent(purpose, backends, clock=clock), halts)
 
     class BoundLink(_HaltingLink):

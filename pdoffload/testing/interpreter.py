@@ -29,9 +29,9 @@ class Interpreter(msgspec.Struct, frozen=True):
         return {**os.environ, **self.environment, **more}
 
 
-def this_one() -> Interpreter:
+def this_one(**environment: str) -> Interpreter:
     """The one that runs the test, with all it can import."""
-    return Interpreter(sys.executable, {"PYTHONPATH": os.pathsep.join(sys.path)})
+    return Interpreter(sys.executable, {"PYTHONPATH": os.pathsep.join(sys.path), **environment})
 
 
 def of_environment(python: Path, **environment: str) -> Interpreter:

@@ -1,6 +1,6 @@
 """A process with one NIXL agent and one memory, driven on command, for tests between real processes.
 
-    python -m pdoffload.testing.peer_child SIZE_BYTES BACKEND
+    python -m pdoffload.testing.peer_child SIZE_BYTES BACKEND HOST
 
 reads one command a line and answers with one JSON object a line:
 
@@ -32,12 +32,13 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from pdoffload.agent import nixl
+from pdoffload.agent import mooncake, nixl
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, pieces
 from pdoffload.agent.driven import DrivenAgent
@@ -53,7 +54,10 @@ _PROGRESS_S = 0.0002
 
 
 class PeerChild(LineChild):
-    """The parent's end. `env` is added to this process's own."""
+    """The parent's end. `env` is added to this process's own; `host` is told to its peers, where that counts.
+
+    `inside`: what stands before the command, of a network namespace say.
+    """
 
     def __init__(
         self,
@@ -61,11 +65,14 @@ class PeerChild(LineChild):
         backend: str = "UCX",
         *,
         interpreter: Interpreter | None = None,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
         **env: str,
     ) -> None:
         interpreter = interpreter or this_one()
+        module = "pdoffload.testing.peer_child"
         super().__init__(
-            [interpreter.python, "-m", "pdoffload.testing.peer_child", str(size_bytes), backend],
+            [*inside, interpreter.python, "-m", module, str(size_bytes), backend, host],
             env=interpreter.environ(**env),
             stderr=subprocess.DEVNULL,
         )
@@ -74,7 +81,7 @@ class PeerChild(LineChild):
 class _Child:
     """The process itself."""
 
-    def __init__(self, size_bytes: int, backend: str) -> None:
+    def __init__(self, size_bytes: int, backend: str, host: str) -> None:
         # UCX writes its log to standard output: answers go through a descriptor of their own.
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
@@ -82,7 +89,7 @@ class _Child:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         filling = np.random.default_rng(os.getpid())
         self._map[:] = filling.bytes(size_bytes)
-        self._backend = backend
+        self._backends = peer_backends([backend], host=host)
         self._agent: DrivenAgent | None = None
         self._peer: Peer | None = None
         self._write: Transfer | None = None
@@ -124,8 +131,9 @@ class _Child:
     def _open(self, name: str = "") -> dict[str, Any]:
         if name:
             # As another program may name its agents: the same after a restart.
-            setattr(nixl, "unique_name", lambda _: name)  # noqa: B010
-        self._agent = open_agent("child", peer_backends([self._backend]))
+            for module in (nixl, mooncake):
+                setattr(module, "unique_name", lambda _: name)  # noqa: B010
+        self._agent = open_agent("child", self._backends)
         self._agent.register_memory(self._address, len(self._map))
         return {"name": self._agent.name}
 
@@ -191,4 +199,4 @@ def _in_a_row(address: int, size_bytes: int, count: int) -> Descriptors:
 if __name__ == "__main__":
     # NIXL would load it for its version alone, which takes seconds.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    _Child(int(sys.argv[1]), sys.argv[2]).run()
+    _Child(int(sys.argv[1]), *sys.argv[2:4]).run()

@@ -290,7 +290,8 @@ class PeerEngine:
         )
 
     def _open_agent(self, purpose: str, clock: Clock) -> Agent:
-        backends = peer_backends(self.options.backends, ucx_tls=self.options.ucx_tls)
+        options = self.options
+        backends = peer_backends(options.backends, ucx_tls=options.ucx_tls, host=HOST)
         return open_real_agent(f"peers-{purpose}", backends, clock=clock)
 
     def close(self, timeout_s: float = 10.0) -> None:

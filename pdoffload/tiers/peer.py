@@ -15,7 +15,7 @@ import msgspec
 from pdoffload.agent.backends import Backend
 from pdoffload.agent.opening import open_agent, peer_backends
 from pdoffload.config import P2pTierConfig
-from pdoffload.config.peers import exposed
+from pdoffload.config.peers import exposed, memory_exposed
 from pdoffload.errors import (
     BackendUnusable,
     ConfigError,
@@ -66,7 +66,13 @@ def open_peer_tier(
         secret = read_cluster_secret(table.cluster_secret_file)
     elif not table.allow_unauthenticated and not is_loopback("host", address.host):
         raise ConfigError([f"host: {exposed(address.host)}"])
-    backends = peer_backends(table.backends, ucx_tls=table.ucx_tls or "")
+    host = address.host
+    if "MOONCAKE" in table.backends:
+        if is_loopback("host", host):
+            host = "localhost"  # a name that only means it would not close the engine's ports
+        elif not table.allow_unauthenticated:
+            raise ConfigError([f"backends: {memory_exposed(host)}"])
+    backends = peer_backends(table.backends, ucx_tls=table.ucx_tls or "", host=host)
     _require_usable(table, backends)
     return PeerTier(
         context,

@@ -222,6 +222,24 @@ def test_without_a_secret_no_address_of_the_network_is_bound(host: str) -> None:
     assert tier_of(host=host, allow_unauthenticated=True).host == host.strip("[]")
 
 
+@pytest.mark.parametrize("secret", [{}, {"cluster_secret_file": "/s"}])
+def test_mooncake_asks_for_a_guarded_network_with_a_secret_too(secret: dict[str, str]) -> None:
+    keys: dict[str, Any] = {"host": "10.0.0.11", "backends": ["MOONCAKE"], **secret}
+    problem = problems_of(with_peers(**keys))[-1]
+    assert problem.startswith(
+        'secondary_tiers[0].backends: got "MOONCAKE", by which whoever reaches "10.'
+    )
+    assert tier_of(**keys, allow_unauthenticated=True).backends == ("MOONCAKE",)
+    keys["host"] = "localhost"
+    assert tier_of(**keys).backends == ("MOONCAKE",)
+
+
+def test_mooncake_asks_for_a_guarded_network_where_the_environment_names_it() -> None:
+    tier = tier_of(backends=["MOONCAKE"], cluster_secret_file="/s")
+    with pytest.raises(ConfigError, match='backends: got "MOONCAKE", by which whoever reaches "10'):
+        resolve_p2p_address(tier, {"VLLM_P2P_SIDE_CHANNEL_HOST": "10.0.0.1"}, 0)
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "[::1]", "prefill-0", None])
 def test_loopback_needs_no_secret_and_a_name_is_left_to_the_resolver(host: str | None) -> None:
     assert tier_of(host=host).host == (host and host.strip("[]"))
@@ -278,6 +296,14 @@ def test_peers_need_the_tiering_spec() -> None:
         (
             {"cluster_secret_file": "/s", "allow_unauthenticated": True},
             "allow_unauthenticated: not used, ",
+        ),
+        (
+            {
+                "cluster_secret_file": "/s",
+                "allow_unauthenticated": True,
+                "backends": ["MOONCAKE"],
+            },
+            "allow_unauthenticated: true, so whoever reaches the host can read and write",
         ),
         ({"cluster_secret_file": "~/s"}, 'cluster_secret_file: "~/s" is taken literally'),
     ],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from pdoffload.agent import mooncake, mooncake_engine
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.nixl import NixlAgent
-from pdoffload.errors import PdOffloadError, TransferError
+from pdoffload.config import P2pTierConfig
+from pdoffload.errors import ConfigError, PdOffloadError, TransferError
 from pdoffload.layout import BlockKey
 from pdoffload.p2p.address import Address
 from pdoffload.p2p.link import Link
@@ -21,7 +24,7 @@ from pdoffload.testing.tier_contract import SLOTS, LoadingTierContract
 from pdoffload.testing.tier_rig import TierDriver, context_of, filled_region
 from pdoffload.tiering.index import Index
 from pdoffload.tiers.base import Tier, TierContext, TierRequest
-from pdoffload.tiers.peer import PeerTier
+from pdoffload.tiers.peer import PeerTier, open_peer_tier
 
 SHORT = Deadlines(store_timeout_s=1.0)
 
@@ -108,3 +111,53 @@ class TestFakeAgents(PeerContract):
 @pytest.mark.nixl
 class TestNixlAgents(PeerContract):
     open_agent = staticmethod(nixl_agent)
+
+
+# --- MOONCAKE ---
+
+
+def mooncake_table(**keys: object) -> P2pTierConfig:
+    return P2pTierConfig(backends=("MOONCAKE",), **keys)  # type: ignore[arg-type]
+
+
+def test_mooncake_is_not_opened_to_other_hosts_unasked(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of these tests")
+    secret.chmod(0o600)
+    region = filled_region(4)
+    with pytest.raises(ConfigError, match='backends: got "MOONCAKE", by which whoever reaches'):
+        open_peer_tier(
+            mooncake_table(cluster_secret_file=str(secret)),
+            Address("192.0.2.77", 0),
+            context_of(region),
+            lambda: "0",
+        )
+    region.close()
+
+
+def test_c13_without_mooncake_the_start_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    mooncake_engine._load.cache_clear()
+    region = filled_region(4)
+    with pytest.raises(
+        ConfigError, match=r"backends: got \['MOONCAKE'\].*pip install pdoffload\[mooncake\]"
+    ):
+        open_peer_tier(mooncake_table(), Address("127.0.0.1", 0), context_of(region), lambda: "0")
+    mooncake_engine._load.cache_clear()
+    region.close()
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_mooncake_works_wherever_the_loopback_is_bound(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[str] = []
+    monkeypatch.setattr(mooncake, "warn_of_open_ports", hosts.append)
+    region = filled_region(4)
+    tier = open_peer_tier(mooncake_table(), Address(host, 0), context_of(region), lambda: "0")
+    tier.close(timeout_s=5)
+    region.close()
+    assert hosts == []

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,10 @@ def pair_of_engines(
     two_hosts: bool = False,
     with_nixl: bool = False,
     tier: dict[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Pair]:
-    """Two servers with the p2p tier, started side by side.
+    """Two servers with the p2p tier, started side by side, with these `variables` in their environment.
 
     Two hosts are two namespaces, with a cable between them. `with_nixl`: each has vLLM's NixlConnector too.
     """
@@ -182,7 +183,7 @@ def pair_of_engines(
                 dtype="float32",
                 cpus=cpus,
                 namespace=namespace,
-                env={"UCX_LOG_LEVEL": "info"} | side_channel | env,
+                env={"UCX_LOG_LEVEL": "info"} | side_channel | env | dict(variables or {}),
                 **options,
             )
             server = VllmServer(wanted, folder, name=name)

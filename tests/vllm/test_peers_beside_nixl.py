@@ -1,5 +1,8 @@
 """Two real engines with two connectors each: NixlConnector for prefill/decode, ours for a peer's prefix.
 
+The main connector moves its bytes by UCX. Ours moves them by UCX too, or by MOONCAKE: the Transfer Engine's
+own package, in one process with NIXL.
+
 NixlConnector's NIXL has a thread that spins. On two CPUs for two servers all else then stands still for
 seconds at times, and a peer that does counts as gone. What is asked of every try: the right tokens. What is
 asked of one: that the bytes took the way they were meant to.
@@ -26,22 +29,35 @@ from peering import (
     verified,
 )
 
+from pdoffload.testing import verbs
 from pdoffload.testing.openai_api import Metrics
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module", params=[ONE_HOST, TWO_HOSTS])
-def pair(request, tiny_llama, tmp_path_factory, right) -> Iterator[Pair]:
+MOONCAKE = "one host, MOONCAKE"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ONE_HOST, TWO_HOSTS, pytest.param(MOONCAKE, marks=pytest.mark.mooncake)],
+)
+def way(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pair(way, tiny_llama, tmp_path_factory, right) -> Iterator[Pair]:
     """Our agents are told to use TCP, the main connector's are not."""
     folder = tmp_path_factory.mktemp("pair")
-    two_hosts = request.param == TWO_HOSTS
+    by_mooncake = way == MOONCAKE
     with pair_of_engines(
         tiny_llama,
         folder,
-        two_hosts=two_hosts,
+        two_hosts=way == TWO_HOSTS,
         with_nixl=True,
-        tier={"ucx_tls": "tcp"},
+        tier={"backends": ["MOONCAKE"]} if by_mooncake else {"ucx_tls": "tcp"},
+        variables=verbs.environment() if by_mooncake else None,
         extra_args=STEPS,
     ) as pair:
         yield pair
@@ -88,11 +104,16 @@ def turns(pair: Pair, name: str, right: tuple[int, ...]) -> tuple[Metrics, Metri
     return counted, then
 
 
-def test_the_two_connectors_took_different_ways(pair):
+def test_the_two_connectors_took_different_ways(pair, way):
     """As UCX has logged it. Two hosts have one way between them, and the cable has counted what took it."""
+    if way == MOONCAKE:
+        by_mooncake = pair.decoder.counted().total(
+            "vllm:pdoffload_peer_transport", transport="MOONCAKE/tcp"
+        )
+        assert by_mooncake == 1
     for peer in (pair.prefiller, pair.decoder):
         used = transports(peer.server)
-        assert used["ours"] == {"tcp"}
+        assert used["ours"] == (set() if way == MOONCAKE else {"tcp"})
         if (cable := peer.server.options.namespace) is not None:
             assert used["main"] == {"tcp"}
             assert cable.received_bytes() > 0
