@@ -74,7 +74,9 @@ def _start(
     most_chunks, most_threads = request_limits(
         form.chunk_bytes, max(config.n_read_threads, config.n_write_threads)
     )
-    quota = None if config.max_bytes is None else Quota(space, config.max_bytes, context.clock)
+    quota = (
+        None if config.max_bytes is None else Quota(space, writer, config.max_bytes, context.clock)
+    )
     terms = Terms(
         region=context.region,
         space=space,

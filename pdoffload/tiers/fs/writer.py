@@ -50,6 +50,10 @@ class WriterDir:
             path = self._make(None)
         return f"{path}/{next(self._serial)}.part"
 
+    def owner(self) -> str:
+        """The name of our folder, whose lock says that we live; as `temp_path`."""
+        return os.path.basename(self._path or self._make(None))
+
     def renew(self, temp_path: str) -> str:
         """A name in a new folder: the one of `temp_path` was taken away by somebody."""
         return f"{self._make(os.path.dirname(temp_path))}/{next(self._serial)}.part"
@@ -103,6 +107,25 @@ class WriterDir:
             if self._path is not None:
                 remove_folder(self._path)
             self._let_go()
+
+
+def is_live(space: Namespace, owner: str) -> bool:
+    """Whether the process with that folder lives, as far as this host can see."""
+    path = f"{space.base}/{TEMP_NAME}/{owner}/{LOCK_NAME}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _log.debug("%s: %s", path, error)
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def sweep(space: Namespace, clock: Clock) -> tuple[int, int]:
