@@ -171,9 +171,10 @@ class Ledger(LedgerFile):
 
     # --- comparing with the disk ---
 
-    def folder(self, prefix: str) -> tuple[dict[BlockKey, Row], set[BlockKey]]:
-        """Rows of the chunks whose hash begins with these three hex digits, and all that is claimed."""
-        low, high = bytes.fromhex(f"{prefix}0"), int(prefix, 16) + 1
+    def between(self, first: str, last: str) -> tuple[dict[BlockKey, Row], set[BlockKey]]:
+        """Rows of the chunks in the folders `first` to `last`, three hex digits each, and all that is
+        claimed."""
+        low, high = bytes.fromhex(f"{first}0"), int(last, 16) + 1
         until = bytes.fromhex(f"{high:03x}0") if high < 0x1000 else b"\xff" * 256
         with self.mapped():
             db = self.current()

@@ -138,10 +138,15 @@ class Quota:
         raise DeadlineExceeded(f"room in {self._space.base}, and for {ask.why}", timeout_s)
 
     def wrote(self, claim_id: int, keys: Iterable[BlockKey], file_bytes: int) -> None:
-        """Of what was claimed these have files now, of so many bytes each; the rest is void."""
+        """Of what was claimed these have files now, of so many bytes each; the rest is void.
+
+        Of one batch the last goes first: a prefix is of use without what follows it, not the other way.
+        """
         now_us = self._now_us()
         with self._changed:
-            self._settled[claim_id] = [Row(key, file_bytes, now_us) for key in keys]
+            self._settled[claim_id] = [
+                Row(key, file_bytes, now_us - place) for place, key in enumerate(keys)
+            ]
             self._tell()
 
     # --- the owner's side, and the readers' ---
@@ -177,8 +182,9 @@ class Quota:
         with self._changed:
             self._closed = True
             self._tell()
-        self._counter.close(timeout_s=timeout_s)
+        self._counter.stop()
         self._thread.join(timeout_s)
+        self._counter.close(timeout_s=timeout_s)
 
     def _tell(self) -> None:
         """Under the condition."""
@@ -228,7 +234,9 @@ class Quota:
         counted_s = self._usage.counted_us / 1e6
         old = self._clock.wall_s() - counted_s > COUNT_EVERY_S
         self._counter.look(due=not counted_s or (stored and old))
-        if self._grant() or self._usage.total_bytes > self._max_bytes:
+        # Before the first count the oldest files are not known.
+        too_much = counted_s and self._usage.total_bytes > self._max_bytes
+        if self._grant() or too_much:
             self._make_room()
 
     def _write_down(self) -> bool:

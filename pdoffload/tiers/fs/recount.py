@@ -16,16 +16,17 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
 
 from pdoffload.clock import Clock
 from pdoffload.errors import StorageError
+from pdoffload.layout import BlockKey
 from pdoffload.tiers.fs.ledger import Ledger, LedgerBusy, Row
 from pdoffload.tiers.fs.paths import Namespace
-from pdoffload.tiers.fs.walk import PREFIXES, files_in
+from pdoffload.tiers.fs.walk import Found, files_in, prefixes
 
 _log = logging.getLogger(__name__)
 
@@ -79,29 +80,20 @@ def _recount(
 ) -> Count | None:
     awaited = not _patiently(clock, stopping, lambda: ledger.usage().counted_us)
     files = added = dropped = 0
-    os.stat(space.base)  # a namespace that is gone is not an empty one
-    for prefix in PREFIXES:
+    for first, last in _spans(prefixes(space.base)):
         if stopping():
             return None
         started_s = clock.monotonic_s()
-        rows, claimed = _patiently(clock, stopping, lambda: ledger.folder(prefix))  # noqa: B023
-        found = {each.key: each for each in files_in(space.base, prefix)}
-        there = [
-            Row(key, each.size_bytes, int(each.used_s * 1e6))
-            for key, each in found.items()
-            if key not in claimed and (key not in rows or rows[key].size_bytes != each.size_bytes)
-        ]
-        gone = [
-            row
-            for key, row in rows.items()
-            if key not in found or found[key].size_bytes != row.size_bytes
-        ]
+        rows, claimed = _patiently(clock, stopping, lambda: ledger.between(first, last))  # noqa: B023
+        # A folder that was not there a moment ago may have been made for one of these rows.
+        listed = [first] if first == last else sorted({key.hex()[:3] for key in rows})
+        found = {each.key: each for name in listed for each in files_in(space.base, name)}
+        there, gone = _differences(rows, claimed, found)
         if there or gone:
             _patiently(clock, stopping, lambda: ledger.correct(there, gone))  # noqa: B023
         files, added, dropped = files + len(found), added + len(there), dropped + len(gone)
-        if not awaited and (rows or found):
-            worked_s = clock.monotonic_s() - started_s
-            clock.sleep(max(_SHORTEST_REST_S, _REST * worked_s))
+        if not awaited:
+            clock.sleep(max(_SHORTEST_REST_S, _REST * (clock.monotonic_s() - started_s)))
     _patiently(clock, stopping, lambda: ledger.counted(int(clock.wall_s() * 1e6)))
     if added or dropped:
         _log.info(
@@ -126,6 +118,36 @@ def _patiently(clock: Clock, stopping: Callable[[], bool], work: Callable[[], _T
     return work()
 
 
+def _spans(names: list[str]) -> Iterator[tuple[str, str]]:
+    """Every `<hhh>` there may be: those in `names` (sorted) one by one, what lies between them as one."""
+    begin = 0
+    for number in (int(name, 16) for name in names):
+        if begin < number:
+            yield f"{begin:03x}", f"{number - 1:03x}"
+        yield f"{number:03x}", f"{number:03x}"
+        begin = number + 1
+    if begin < 0x1000:
+        yield f"{begin:03x}", "fff"
+
+
+def _differences(
+    rows: dict[BlockKey, Row], claimed: set[BlockKey], found: dict[BlockKey, Found]
+) -> tuple[list[Row], list[Row]]:
+    """Files to be entered, and rows to be dropped; of a file of another size than its row, both."""
+    sizes_bytes = {key: row.size_bytes for key, row in rows.items()}
+    there = [
+        Row(key, each.size_bytes, int(each.used_s * 1e6))
+        for key, each in found.items()
+        if key not in claimed and sizes_bytes.get(key) != each.size_bytes
+    ]
+    gone = [
+        row
+        for key, row in rows.items()
+        if key not in found or found[key].size_bytes != row.size_bytes
+    ]
+    return there, gone
+
+
 class CountThread:
     """Counts in the background, one count at a time. `look` belongs to one thread."""
 
@@ -147,8 +169,9 @@ class CountThread:
             return
         self._first = False
         self._not_before_s = now_s + _AGAIN_S
-        self._thread = threading.Thread(target=self._run, name="pdoffload-fs-count", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="pdoffload-fs-count", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         ledger = Ledger(self._space)
@@ -162,8 +185,12 @@ class CountThread:
             ledger.close()
             self._ended()
 
+    def stop(self) -> None:
+        """End the count soon, and begin none. Any thread."""
+        self._stopping = True
+
     def close(self, *, timeout_s: float) -> None:
-        """End the count; one that hangs in the file system is left behind."""
+        """Wait for its end, when nobody calls `look` any more; one that hangs is left behind."""
         self._stopping = True
         if self._thread is not None:
             self._thread.join(timeout_s)

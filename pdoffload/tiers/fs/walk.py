@@ -19,9 +19,6 @@ _SECOND_DIR = re.compile(r"([0-9a-f]{2})_g(0|[1-9]\d{0,9})")
 _CHUNK_NAME = re.compile(r"((?:[0-9a-f]{2})+)\.bin")
 _MAX_GROUP = 2**32 - 1
 
-PREFIXES = tuple(f"{number:03x}" for number in range(0x1000))
-"""Every `<hhh>` there may be."""
-
 
 class Found(NamedTuple):
     """A chunk file. `used_s` is its modification time, which loads set."""
