@@ -101,6 +101,8 @@ class LedgerFile:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
         with self.mapped():
             try:
+                # A namespace that somebody removed is made again, as by the first store without a quota.
+                self._space.make_dir(self._space.base)
                 fd = os.open(self.path, flags, self._space.file_mode)
             except FileExistsError:
                 return
@@ -203,5 +205,14 @@ def _ours(path: str, error: sqlite3.Error) -> StorageError:
         return LedgerDamaged(path, f"is damaged: {error}")
     if code == sqlite3.SQLITE_FULL:
         return StorageFull(path, str(error), errno.ENOSPC)
-    number = errno.EROFS if code == sqlite3.SQLITE_READONLY else errno.EIO
-    return StorageError(path, str(error), number)
+    if code == sqlite3.SQLITE_READONLY or _is_read_only(path):
+        # Which SQLite may call an I/O error, when the disk turned read-only under an open file.
+        return StorageError(path, os.strerror(errno.EROFS), errno.EROFS)
+    return StorageError(path, str(error), errno.EIO)
+
+
+def _is_read_only(path: str) -> bool:
+    try:
+        return bool(os.statvfs(os.path.dirname(path)).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False

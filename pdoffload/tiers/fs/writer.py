@@ -102,10 +102,16 @@ class WriterDir:
         self._path, self._lock_fd = None, -1
 
     def close(self) -> None:
-        """Remove the folder and what is in it; idempotent. Not in a forked child: it is the parent's."""
+        """Remove the folder and what is in it; idempotent. Not in a forked child: it is the parent's.
+
+        What the system refuses to remove is left to the next start's sweep.
+        """
         with self._making:
             if self._path is not None:
-                remove_folder(self._path)
+                try:
+                    remove_folder(self._path)
+                except OSError as error:
+                    _log.warning("%s is left behind: %s", self._path, error)
             self._let_go()
 
 
