@@ -48,7 +48,7 @@ AHEAD_BYTES = 256 << 20
 """An eviction makes this much room ahead, the smaller of the two, so that not every store begins one."""
 COUNT_EVERY_S = 600.0
 TOUCH_GRAIN_S = 60.0
-"""A file's own time of last use, from which a lost ledger is made anew, may be so much too old."""
+"""A file's own time of last use, from which a lost ledger is made anew, is written once in so long."""
 _ROUND_FILES = 64
 _MOST_REFUSED = 64
 """Files the system does not let go, after which one eviction gives up."""
@@ -250,8 +250,9 @@ class Quota:
         if used:
             now_us = self._now_us()
             known = {row.key: row.used_us for row in ledger.mark_used(used, now_us)}
+            grain_us = int(TOUCH_GRAIN_S * 1e6)
             for key in used:
-                if known.get(key, 0) < now_us - TOUCH_GRAIN_S * 1e6:
+                if known.get(key, 0) // grain_us < now_us // grain_us:
                     _mark_used(self._space.path(key))
         for key, seen_us in gone.items():
             if not os.path.lexists(self._space.path(key)):
@@ -301,7 +302,7 @@ class Quota:
             )
             return
         if tally.refused:
-            _log.warning("%s: files cannot be evicted: %s", self._space.base, tally.refused[-1])
+            _log.info("%s: files cannot be evicted: %s", self._space.base, tally.refused[-1])
         for ask in self._grant():
             reason = f"no room for {ask.claim.size_bytes} bytes in {self!r}: {tally.why()}"
             self._end(ask, StorageFull(self._space.base, reason, errno.EDQUOT))
@@ -347,7 +348,8 @@ class Quota:
         elif not isinstance(error, _PASSING):
             self._claims.ledger.close()
             if type(self._trouble) is not type(error):
-                _log.warning("%s: the quota cannot be kept now: %s", self._space.base, error)
+                # Stores that fail by it say so loudly, once.
+                _log.info("%s: the quota cannot be kept now: %s", self._space.base, error)
         self._trouble = error
 
     def _now_us(self) -> int:

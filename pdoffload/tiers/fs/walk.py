@@ -21,12 +21,14 @@ _MAX_GROUP = 2**32 - 1
 
 
 class Found(NamedTuple):
-    """A chunk file. `used_s` is its modification time, which loads set."""
+    """A chunk file. `used_s` is its modification time, which the quota sets at each use; `read_s` its access
+    time, which the kernel sets, once a day at least unless the disk is mounted with `noatime`."""
 
     key: BlockKey
     path: str
     size_bytes: int
     used_s: float
+    read_s: float
 
 
 def prefixes(base: str) -> list[str]:
@@ -56,7 +58,7 @@ def files_in(base: str, prefix: str) -> Iterator[Found]:
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     key = make_key(bytes.fromhex(name[1]), group)
-                    yield Found(key, entry.path, status.st_size, status.st_mtime)
+                    yield Found(key, entry.path, status.st_size, status.st_mtime, status.st_atime)
 
 
 def empty_folders(base: str, prefix: str, *, before_s: float) -> Iterator[str]:

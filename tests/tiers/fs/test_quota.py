@@ -135,6 +135,7 @@ def test_a_use_counts_whether_the_file_was_stored_here_or_found(space: Namespace
 
 def test_a_use_is_written_on_the_file_too_but_not_every_time(space: Namespace) -> None:
     clock = ShiftedClock()
+    clock.shift_s = TOUCH_GRAIN_S - clock.wall_s() % TOUCH_GRAIN_S
     write(space, KEYS[:1])
     path = space.path(KEYS[0])
     with quota_of(space, 10, clock) as quota:
@@ -147,7 +148,7 @@ def test_a_use_is_written_on_the_file_too_but_not_every_time(space: Namespace) -
         quota.used(KEYS[:1])
         fits(quota, 1)
         assert os.stat(path).st_mtime == 7
-        clock.shift_s = TOUCH_GRAIN_S + 1
+        clock.shift_s += TOUCH_GRAIN_S
         quota.used(KEYS[:1])
         fits(quota, 1)
         assert os.stat(path).st_mtime > 7
@@ -433,6 +434,7 @@ def test_a_ledger_that_cannot_be_made_ends_stores_at_once_with_the_reason(
 ) -> None:
     path = Ledger(space).path
     os.mkdir(path)
+    caplog.set_level("INFO")
     with quota_of(space, 10) as quota:
         for number in range(3):
             with pytest.raises(StorageError, match=r"\.ledger"):
@@ -440,7 +442,7 @@ def test_a_ledger_that_cannot_be_made_ends_stores_at_once_with_the_reason(
         assert caplog.text.count("cannot be kept now") == 1
         os.rmdir(path)
         fits(quota, 1)
-        assert "kept again" in caplog.text or "cannot" not in repr(quota)
+        assert "kept again" in caplog.text
 
 
 def test_stores_wait_for_the_first_count_and_say_so(

@@ -30,7 +30,7 @@ def test_a_file_is_found_under_the_key_it_was_stored_under(space: Namespace) -> 
         Path(space.path(key)).write_bytes(bytes(number))
         os.utime(space.path(key), (9, number))
     assert sorted(walked(space)) == sorted(
-        Found(key, space.path(key), number, number) for number, key in enumerate(keys)
+        Found(key, space.path(key), number, number, 9) for number, key in enumerate(keys)
     )
 
 
