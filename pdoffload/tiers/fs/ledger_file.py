@@ -192,9 +192,12 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _boot_id() -> str:
-    """Changes when the machine is started anew."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+    """Changes when the machine is started anew. Always the same where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
 
 
 def _ours(path: str, error: sqlite3.Error) -> StorageError:

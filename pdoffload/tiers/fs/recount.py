@@ -36,6 +36,8 @@ _REST = 3.0
 _SHORTEST_REST_S = 0.0005
 _BUSY_PAUSE_S = 0.02
 _BUSY_TRIES = 500
+_CORRECTIONS = 500
+"""In one transaction. What is done late is not done wrong: see 3 above."""
 _AGAIN_S = 1.0
 """Between two counts, however much the second is wanted."""
 _T = TypeVar("_T")
@@ -80,6 +82,14 @@ def _recount(
 ) -> Count | None:
     awaited = not _patiently(clock, stopping, lambda: ledger.usage().counted_us)
     files = added = dropped = 0
+    there: list[Row] = []
+    gone: list[Row] = []
+
+    def correct() -> None:
+        _patiently(clock, stopping, lambda: ledger.correct(there, gone))
+        there.clear()
+        gone.clear()
+
     for first, last in _spans(prefixes(space.base)):
         if stopping():
             return None
@@ -88,12 +98,17 @@ def _recount(
         # A folder that was not there a moment ago may have been made for one of these rows.
         listed = [first] if first == last else sorted({key.hex()[:3] for key in rows})
         found = {each.key: each for name in listed for each in files_in(space.base, name)}
-        there, gone = _differences(rows, claimed, found)
-        if there or gone:
-            _patiently(clock, stopping, lambda: ledger.correct(there, gone))  # noqa: B023
-        files, added, dropped = files + len(found), added + len(there), dropped + len(gone)
+        files += len(found)
+        differences = _differences(rows, claimed, found)
+        added, dropped = added + len(differences[0]), dropped + len(differences[1])
+        there += differences[0]
+        gone += differences[1]
+        if len(there) + len(gone) >= _CORRECTIONS:
+            correct()
         if not awaited:
             clock.sleep(max(_SHORTEST_REST_S, _REST * (clock.monotonic_s() - started_s)))
+    if there or gone:
+        correct()
     _patiently(clock, stopping, lambda: ledger.counted(int(clock.wall_s() * 1e6)))
     if added or dropped:
         _log.info(
