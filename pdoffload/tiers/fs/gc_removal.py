@@ -74,10 +74,11 @@ class Remover:
             except (StorageError, DeadlineExceeded) as error:
                 self._give_up_ledger(error)
         rows = {row.key: row for row in taken[1]} if taken else {}
+        written = self._claimed_by_others(keys) - rows.keys()
         unused, kept = [], []
         for key in keys:
             row = rows.get(key)
-            if self._used_since(key, row, used_s[key]):
+            if key in written or self._used_since(key, row, used_s[key]):
                 self.kept_in_use += 1
                 if row is not None:
                     kept.append(row)
@@ -97,6 +98,18 @@ class Remover:
         if ledger.open():
             resolve_dead(ledger, self._space, self._clock, live=())
         return ledger.take(self._writer.owner(), keys)
+
+    def _claimed_by_others(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Those that an engine writes anew at this moment."""
+        ledger = self._ledger
+        if ledger is None:
+            return set()
+        try:
+            claims = self._patiently(ledger.claims, "the ledger")
+        except (StorageError, DeadlineExceeded) as error:
+            self._give_up_ledger(error)
+            return set()
+        return {key for claim in claims for key in claim.keys} & set(keys)
 
     def _give_up_ledger(self, error: Exception) -> None:
         self.problems.append(f"engines learn of it by their next count of the files only: {error}")

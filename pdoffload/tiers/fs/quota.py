@@ -90,6 +90,7 @@ class Quota:
         self._used: dict[BlockKey, None] = {}
         self._gone: dict[BlockKey, int] = {}
         self._held: Counter[BlockKey] = Counter()
+        self._refusing = False
         self._closed = False
         # The quota thread's alone.
         self._claims = Claims(space)
@@ -122,7 +123,8 @@ class Quota:
             self._asks.append(ask)
             self._tell()
             self._changed.wait_for(
-                lambda: ask.granted or ask.error is not None or self._closed, max(0.0, timeout_s)
+                lambda: ask.granted or ask.error is not None or self._refusing,
+                max(0.0, timeout_s),
             )
             if ask.granted:
                 return claim.id
@@ -133,7 +135,7 @@ class Quota:
             self._tell()
         if ask.error is not None:
             raise ask.error
-        if self._closed:
+        if self._refusing:
             raise StorageError(self._space.base, "the tier was closed before there was room")
         raise DeadlineExceeded(f"room in {self._space.base}, and for {ask.why}", timeout_s)
 
@@ -177,10 +179,16 @@ class Quota:
                 self._gone.update(dict.fromkeys(keys, now_us))
                 self._tell()
 
+    def refuse(self) -> None:
+        """Let go everybody who waits for room, and who comes from now on. What is claimed can be settled."""
+        with self._changed:
+            self._refusing = True
+            self._tell()
+
     def close(self, *, timeout_s: float) -> None:
         """Write down what was told and stop; a thread that hangs in the file system is left behind."""
         with self._changed:
-            self._closed = True
+            self._refusing = self._closed = True
             self._tell()
         self._counter.stop()
         self._thread.join(timeout_s)

@@ -158,6 +158,8 @@ class FsTier(Tier):
         closed = StorageError(self._base, "the tier was closed before its turn came")
         for part in self._queue.drain():
             self._enter_outcome(failed_outcome(part, closed))
+        if self._terms.quota is not None:
+            self._terms.quota.refuse()
         late = self._pool.close(timeout_s=timeout_s)
         self._take_in()
         for part in self._book.begun():

@@ -146,6 +146,17 @@ def test_a_file_that_is_being_read_or_was_used_meanwhile_stays(
     assert (found.kept_in_use, found.removed.files) == (2, 8)
 
 
+def test_a_chunk_that_an_engine_writes_anew_at_this_moment_stays(tmp_path: Path) -> None:
+    with open_fs(tmp_path, make_agent=FakeAgent, max_bytes=1 << 30) as rig:
+        assert rig.store(KEYS[:2], range(2)).failed == ()
+        quota = rig.tier._terms.quota
+        assert quota is not None
+        claim = quota.reserve(KEYS[:1], FILE_BYTES, timeout_s=30)
+        found = only(collect(tmp_path, delete=True, max_bytes=0))
+        assert (found.kept_in_use, left(rig)) == (1, {KEYS[0]})
+        quota.wrote(claim, KEYS[:1], FILE_BYTES)
+
+
 def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(rig: FsRig) -> None:
     base = Path(rig.tier._base)
     dead = base / ".tmp" / f"{os.uname().nodename}-1-deadbeef"

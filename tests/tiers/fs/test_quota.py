@@ -335,6 +335,18 @@ def test_closing_lets_writers_go(space: Namespace) -> None:
     assert "closed" in str(errors)
 
 
+def test_a_quota_that_refuses_still_takes_in_what_was_written(space: Namespace) -> None:
+    """So a tier that closes does not wait for who waits for room, and forgets no file."""
+    with quota_of(space, 10) as quota:
+        claim = quota.reserve(KEYS[:3], 3 * SIZE, timeout_s=PATIENCE_S)
+        quota.refuse()
+        with pytest.raises(StorageError, match="closed"):
+            quota.reserve(KEYS[3:4], SIZE, timeout_s=PATIENCE_S)
+        write(space, KEYS[:3])
+        quota.wrote(claim, KEYS[:3], SIZE)
+        until_used(space, 3)
+
+
 # --- the dead ---
 
 
