@@ -198,7 +198,6 @@ def main(argv: list[str]) -> None:
             chunks = _BATCH * (2 if options.smoke else 32)
             for row in measure_files(part, count, rounds, chunks):
                 run.add(row)
-            shutil.rmtree(part)
         run.add(measure_lock(directory, rounds))
         run.finish(directory)
     finally:
