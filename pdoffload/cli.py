@@ -1,4 +1,4 @@
-"""The command line: `pdoffload config`, `pdoffload demo`, `pdoffload demo-pd`.
+"""The command line: `pdoffload config`, `pdoffload gc`, `pdoffload demo`, `pdoffload demo-pd`.
 
 Commands import what they need when they run, so that `--help` loads neither torch nor vLLM nor NIXL.
 """
@@ -154,6 +154,72 @@ def list_keys(
             for key in keys_of(table)
         ]
         _print_table(title, ("key", "default", "allowed", "meaning"), rows)
+
+
+@app.command("gc")
+def collect(
+    root_dir: Annotated[
+        str | None, typer.Argument(help="The root_dir of an fs tier; or give --config.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE_OR_JSON", help="Every tier of this configuration, as for `config check`."
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Keep so much, such as 200GB; the least recently used goes."
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="What was not used for so long goes: 7d.")
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this one, such as model_0123456789ab_r0."),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove it. Without this nothing is changed.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+) -> None:
+    """List what tiers keep, and remove what is not needed. A dry run unless --delete is given.
+
+    What writers that died left behind, and files of a size that no engine loads, go in any case. Safe beside
+    running engines. Exit status: 0 done, 2 wrong usage or a problem, one line each.
+    """
+    from pdoffload.clock import SYSTEM_CLOCK
+    from pdoffload.tiers.gc import GcPolicy, collectors, parse_age, parse_size, rows, to_json
+
+    try:
+        policy = GcPolicy(
+            max_bytes=None if max_bytes is None else parse_size(max_bytes),
+            older_than_s=None if older_than is None else parse_age(older_than),
+            namespace=namespace,
+        )
+        written = None if config is None else _read_source(config)
+        reports = [
+            collector(policy, delete=delete, clock=SYSTEM_CLOCK)
+            for collector in collectors(root_dir, written)
+        ]
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(problem, err=True)
+        raise typer.Exit(EXIT_PROBLEMS) from error
+    if as_json:
+        typer.echo(to_json(reports))
+    for report in reports:
+        if not as_json:
+            columns, cells = rows(report, SYSTEM_CLOCK.wall_s())
+            _print_table(f"{report.store} {report.root}", columns, cells)
+        for problem in (*report.skipped, *report.problems):
+            typer.echo(problem, err=True)
+    if not delete and not as_json:
+        typer.echo("A dry run: nothing was changed. --delete removes what is to go.")
+    if any(report.problems for report in reports):
+        raise typer.Exit(EXIT_PROBLEMS)
 
 
 _ModelDir = Annotated[Path, typer.Argument(help="A model checkpoint that vLLM can serve.")]

@@ -93,6 +93,16 @@ def test_fs_tier_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.nixl
+def test_eviction_smoke(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rows = _smoke("eviction", tmp_path, "--dir", str(disk))["rows"]
+    each = ["start", "before", "during"]
+    assert [row["case"]["what"] for row in rows] == [*each, *each, "shared lock"]
+    assert not list(disk.iterdir()), "files were left behind"
+
+
+@pytest.mark.nixl
 @pytest.mark.vllm
 def test_scheduler_smoke(tmp_path: Path) -> None:
     shared_memory = Path("/dev/shm")

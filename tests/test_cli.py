@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,78 @@ def test_a_wrong_command_is_a_usage_error() -> None:
     ran = run_python("import sys; from pdoffload.cli import main; sys.exit(main())", "bogus")
     assert ran.returncode == 2
     assert "No such command 'bogus'" in ran.stderr
+
+
+def made_namespace(root: Path) -> Path:
+    """A chunk file of some configuration under `root`, a week old."""
+    (root / "m_0123456789ab").mkdir()
+    (root / "m_0123456789ab" / "config.json").write_text("{}")
+    chunk = root / "m_0123456789ab_r0" / "abc" / "de_g0" / f"abcde0{'0' * 58}.bin"
+    chunk.parent.mkdir(parents=True)
+    chunk.write_bytes(bytes(4096))
+    os.utime(chunk, (1, 1))
+    return chunk
+
+
+def test_gc_is_a_dry_run_unless_it_is_told_to_delete(tmp_path: Path) -> None:
+    chunk = made_namespace(tmp_path)
+    status, out, err = run_command("gc", str(tmp_path), "--older-than", "7d")
+    assert (status, err) == (0, "")
+    assert "m_0123456789ab_r0" in out
+    assert "older_than 1" in out
+    assert "dry run" in out
+    assert chunk.exists()
+    status, out, err = run_command("gc", str(tmp_path), "--max-bytes", "1KB", "--delete")
+    assert (status, err) == (0, "")
+    assert "1 (4 KiB)" in out
+    assert not chunk.exists()
+
+
+def test_gc_takes_its_roots_from_a_configuration_and_speaks_json(tmp_path: Path) -> None:
+    made_namespace(tmp_path)
+    tier = {"type": "fs", "root_dir": str(tmp_path)}
+    extra = {
+        "spec_name": "NixlTieringOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 30,
+        "secondary_tiers": [tier],
+    }
+    file = tmp_path / "kv.json"
+    file.write_text(json.dumps(extra))
+    status, out, err = run_command("gc", "--config", str(file), "--json")
+    assert (status, err) == (0, "")
+    (report,) = json.loads(out)
+    assert (report["store"], report["root"], report["deleted"]) == ("fs", str(tmp_path), False)
+    assert report["namespaces"][0]["chunks"] == {"files": 1, "size_bytes": 4096}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "one of the two"),
+        (("/nowhere/at/all",), "/nowhere/at/all"),
+        (("/", "--max-bytes", "many"), "--max-bytes"),
+        (("/", "--older-than", "7"), "--older-than"),
+        (("/", "--namespace", "x"), "--namespace"),
+        (("/", "--config", "{}"), "one of the two"),
+        (("--config", "/nowhere.json"), "/nowhere.json"),
+        (("--config", '{"cpu_bytes_to_use": 1073741824}'), "secondary_tiers"),
+    ],
+)
+def test_gc_names_what_is_wrong_and_the_status_is_two(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    status, out, err = run_command("gc", *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+
+
+def test_gc_loads_neither_nixl_nor_torch(tmp_path: Path) -> None:
+    made_namespace(tmp_path)
+    code = (
+        "import sys\nfrom pdoffload.cli import app\n"
+        f"app(['gc', {str(tmp_path)!r}], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'vllm', 'nixl', 'nixl_cu12') if name in sys.modules])"
+    )
+    ran = run_python(code)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]"

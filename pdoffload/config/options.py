@@ -102,8 +102,8 @@ class FsTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table",
     max_bytes: Annotated[
         StoreBytes | None,
         about(
-            "Quota of the tier; the least recently used files go first, also across processes. "
-            "Without it the tier grows until `min_free_bytes` stops it.",
+            "Quota of the tier, exact among the processes of a host that share it; the least recently "
+            "used files go first. Without it the tier grows until `min_free_bytes` stops it.",
             unit=Unit.BYTES,
             own=True,
         ),
@@ -111,7 +111,11 @@ class FsTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table",
     min_free_bytes: Annotated[
         int,
         Meta(ge=0, le=1 << 60),
-        about("Free space below which nothing more is stored.", unit=Unit.BYTES, own=True),
+        about(
+            "Free space below which nothing more is stored; nothing is evicted for it.",
+            unit=Unit.BYTES,
+            own=True,
+        ),
     ] = 1 << 30
     fsync: Annotated[
         bool, about("Publish a file only when it is durable. Slower stores.", own=True)

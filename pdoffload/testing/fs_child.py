@@ -1,6 +1,6 @@
 """A process that drives an fs tier on command, for tests with several processes or with limits.
 
-    python -m pdoffload.testing.fs_child ROOT [--nixl]
+    python -m pdoffload.testing.fs_child ROOT [--nixl] [KEY=JSON ...]
 
 reads one command a line and answers with one JSON object a line:
 
@@ -9,11 +9,13 @@ reads one command a line and answers with one JSON object a line:
     lookup NAME COUNT    how many are HIT
     spawn NAME           starts a process that stores 8 chunks at a time, without end: two answers
     reap PID             waits for the end of such a process
+    endless NAME         stores 8 chunks at a time, without end; no answer but the first result
+    touch NAME COUNT     marks them as used
     stats, fds           the tier's counters; open file descriptors of the process
     exhaust, relent      open files until no more can be opened; close them again
     fork                 a child tries every verb: how many were refused
 
-Every process has the same bytes in the same slot.
+KEY=JSON are settings of the tier. Every process has the same bytes in the same slot.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ SLOTS = 128
 class FsChild(LineChild):
     """The parent's end."""
 
-    def __init__(self, root: Path, *, nixl: bool = False, set_up: str = "") -> None:
+    def __init__(
+        self, root: Path, *, nixl: bool = False, set_up: str = "", **settings: object
+    ) -> None:
         """`set_up` is Python that runs in the child first, to set a limit say."""
         code = f"{set_up}\nfrom pdoffload.testing.fs_child import main\nmain()"
+        given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         super().__init__(
-            [sys.executable, "-c", code, os.fspath(root), *(["--nixl"] if nixl else [])]
+            [sys.executable, "-c", code, os.fspath(root), *(["--nixl"] if nixl else []), *given]
         )
 
 
@@ -53,7 +58,13 @@ def main() -> None:
     """The process itself."""
     root, nixl = Path(sys.argv[1]), "--nixl" in sys.argv
     region = filled_region(SLOTS, CHUNK_BYTES)
-    with open_fs(root, make_agent=None if nixl else FakeAgent, region=region) as rig:
+    settings = {
+        key: json.loads(value)
+        for key, _, value in (each.partition("=") for each in sys.argv[2:])
+        if value
+    }
+    make_agent = None if nixl else FakeAgent
+    with open_fs(root, make_agent=make_agent, region=region, **settings) as rig:
         _answer({"ready": True})
         for line in sys.stdin:
             _answer(_obey(rig, *line.split()))
@@ -73,6 +84,14 @@ def _obey(rig: FsRig, verb: str, name: str = "", count: str = "0") -> dict[str, 
         return {"hits": rig.lookup(*keys).count(Lookup.HIT)}
     if verb == "spawn":
         return {"pid": _spawn(rig.root, name)}
+    if verb == "endless":
+        for serial in itertools.count():
+            told = _told(rig.store(keys_of(*((name, serial, each) for each in range(8))), range(8)))
+            if serial == 0:
+                _answer(told)
+    if verb == "touch":
+        rig.tier.touch(keys)
+        return {}
     if verb == "reap":
         return {"ended": os.waitpid(int(name), 0)[0]}
     if verb == "stats":

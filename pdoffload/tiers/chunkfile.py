@@ -44,6 +44,16 @@ _BODY_BYTES = TRAILER_BYTES - DIGEST_BYTES
 MAX_KEY_BYTES = _BODY_BYTES - _KEY_AT - 4
 
 
+def stated_chunk_bytes(page: bytes) -> int | None:
+    """The chunk length in a trailer of any configuration; None if `page` is no sound trailer."""
+    if len(page) != TRAILER_BYTES or page[: len(_MAGIC)] != _MAGIC:
+        return None
+    if xxhash.xxh3_128_digest(page[:_BODY_BYTES]) != page[_BODY_BYTES:]:
+        return None
+    chunk_bytes: int = _START.unpack_from(page)[3]
+    return chunk_bytes
+
+
 class ChunkFormat:
     """Trailers of one configuration: all chunks have `chunk_bytes` and `fingerprint`. Any thread."""
 

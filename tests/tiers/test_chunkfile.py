@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdoffload.errors import CorruptChunk, MisuseError, StorageError
 from pdoffload.layout import make_key
-from pdoffload.tiers.chunkfile import MAX_KEY_BYTES, TRAILER_BYTES, ChunkFormat
+from pdoffload.tiers.chunkfile import MAX_KEY_BYTES, TRAILER_BYTES, ChunkFormat, stated_chunk_bytes
 
 KEY = make_key(hashlib.sha256(b"block").digest(), 7)
 FINGERPRINT = hashlib.sha256(b"configuration").digest()
@@ -87,3 +87,11 @@ def test_what_a_later_version_wrote_is_not_called_corrupt(at: int, told: str) ->
     with pytest.raises(StorageError, match=told) as caught:
         FORM.digest(bytes(page), KEY, "f")
     assert not isinstance(caught.value, CorruptChunk)
+
+
+def test_a_sound_trailer_of_any_configuration_states_the_chunks_length() -> None:
+    other = ChunkFormat(1 << 20, hashlib.sha256(b"another").digest())
+    page = other.pack(KEY, None)
+    assert stated_chunk_bytes(page) == 1 << 20
+    for spoilt in (b"", bytes(TRAILER_BYTES), page[1:], page[:-1] + b"?", b"X" + page[1:]):
+        assert stated_chunk_bytes(spoilt) is None

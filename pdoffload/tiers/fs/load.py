@@ -12,13 +12,12 @@ from pdoffload.agent.agent import Op
 from pdoffload.errors import CorruptChunk, PdOffloadError, StorageError
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES
+from pdoffload.tiers.fs.evict import lock_for_reading
 from pdoffload.tiers.fs.lane import Files, Lane, Terms, remove_quietly
 from pdoffload.tiers.parts import Batch
 
 # O_NONBLOCK: a FIFO in a chunk's place must not hold the thread.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_TOUCH_GRAIN_S = 60.0
-"""A file read again within this time is not marked as used again."""
 
 
 def load_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
@@ -38,6 +37,7 @@ def load_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
         except StorageError as error:
             batch.errors[number] = error
     if not opened:
+        _tell_quota(terms, batch)
         return
     slots = [batch.slots[number] for number, _, _ in opened]
     lost = lane.move(Op.READ, batch, files, slots, [bare for _, _, bare in opened])
@@ -52,6 +52,21 @@ def load_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
             batch.errors[number] = error
         except StorageError as error:
             batch.errors[number] = error
+    _tell_quota(terms, batch)
+
+
+def _tell_quota(terms: Terms, batch: Batch) -> None:
+    """Which chunks were used, and which have no file any more."""
+    if terms.quota is None:
+        return
+    gone = [
+        batch.keys[number]
+        for number, error in batch.errors.items()
+        if batch.vanished[number] or isinstance(error, CorruptChunk)
+    ]
+    if gone:
+        terms.quota.gone(gone)
+    terms.quota.used(key for number, key in enumerate(batch.keys) if number not in batch.errors)
 
 
 def _open(terms: Terms, files: Files, path: str) -> bool:
@@ -68,8 +83,7 @@ def _open(terms: Terms, files: Files, path: str) -> bool:
             raise CorruptChunk(path, f"has {size_bytes} bytes, not {terms.format.file_bytes}")
         if size_bytes not in terms.sound_sizes:
             raise StorageError(path, "carries no checksum, and `verify` is `always`")
-        if terms.quota is not None and terms.clock.wall_s() - status.st_mtime > _TOUCH_GRAIN_S:
-            os.utime(fd)
+        lock_for_reading(fd)
     except BaseException:
         files.close_one(fd)
         raise

@@ -47,6 +47,16 @@ class Namespace:
         self.chmod_needed = bool(self.dir_mode & _umask())
         """The process's umask would take bits away that the operator asked for."""
 
+    @classmethod
+    def found(cls, base: str, file_mode: int) -> Namespace:
+        """The one whose folder is `base`, `<root>/<model>_<digest>_r<rank>`, whatever its configuration."""
+        space = cls.__new__(cls)
+        space.root_dir = os.path.dirname(base)
+        space.config_dir, space.base = base.rpartition("_r")[0], base
+        space.file_mode, space.dir_mode = file_mode, dir_mode(file_mode)
+        space.chmod_needed = bool(space.dir_mode & _umask())
+        return space
+
     def __repr__(self) -> str:
         return f"<Namespace {self.base}>"
 

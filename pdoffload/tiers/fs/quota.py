@@ -1,116 +1,160 @@
-"""The quota of a directory: least recently used files go first, safely across processes.
+"""The quota of a namespace, exact across the processes of a host: the side of one process.
 
-Usage is what a walk over the files finds, plus what this process has written since. A walk is made when
-the tier opens, every `WALK_EVERY_S` while something is written, and whenever the quota is reached. Between
-walks other processes' files are not seen, so several writers together may pass the quota until the next
-one of them walks.
+    I/O threads                     quota thread, which owns a ledger
+    reserve(keys) ---- ask ------>  claim in the ledger --- does not fit ---> take the evictor's lock:
+      waits <-------- claim ------                                              settle what the dead claimed,
+    wrote(claim, keys) ---------->  rows instead of the claim                   remove the oldest files
+    used, gone ------------------>  time of last use; no such file
 
-The time a file was last used is its modification time: loads and touches set it. One process at a
-time evicts (a lock file says who); a file that is removed while another process reads it stays readable
-there to the end.
+Files that stand, that are being written and that are being removed are never more than `max_bytes` together,
+whoever stores and whoever dies: see `ledger`. What the ledger cannot know are files of other programs, and of
+engines without a quota: a count of the disk finds them when the tier opens and every `COUNT_EVERY_S` while
+something is stored.
+
+What one store costs does not depend on the number of files. Trouble with the ledger ends reservations with
+its reason, at their deadline or before; it never reaches loads.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import errno
 import logging
 import os
-import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from pdoffload.clock import Clock
-from pdoffload.layout import BlockKey, make_key
+from pdoffload.errors import DeadlineExceeded, PdOffloadError, StorageError, StorageFull
+from pdoffload.layout import BlockKey
+from pdoffload.tiers.fs.claims import Claims
+from pdoffload.tiers.fs.evict import EvictorLock, Tally, remove_rows, resolve_dead
+from pdoffload.tiers.fs.ledger import (
+    Claim,
+    LedgerBusy,
+    LedgerDamaged,
+    LedgerReplaced,
+    Row,
+    Usage,
+)
 from pdoffload.tiers.fs.paths import Namespace
+from pdoffload.tiers.fs.recount import CountThread
+from pdoffload.tiers.fs.writer import WriterDir
 
 _log = logging.getLogger(__name__)
 
-LOW_WATER = 0.95
-"""Eviction goes down to this share of the quota."""
-WALK_EVERY_S = 600.0
-LOCK_NAME = ".evict.lock"
-LOCK_PATIENCE_S = 5.0
-_LOCK_PAUSE_S = 0.05
-_MAX_TOUCHED = 16_384
-_GROUP_DIR = re.compile(r"[0-9a-f]{2}_g\d+")
-_CHUNK_NAME = re.compile(r"(?:[0-9a-f]{2})+\.bin")
+AHEAD_SHARE = 0.05
+AHEAD_BYTES = 256 << 20
+"""An eviction makes this much room ahead, the smaller of the two, so that not every store begins one."""
+COUNT_EVERY_S = 600.0
+TOUCH_GRAIN_S = 60.0
+"""A file's own time of last use, from which a lost ledger is made anew, is written once in so long."""
+_ROUND_FILES = 64
+_MOST_REFUSED = 64
+"""Files the system does not let go, after which one eviction gives up."""
+_MAX_TOLD = 16_384
+_RETRY_S = 0.02
+_TROUBLE_RETRY_S = 1.0
+_PASSING = (LedgerBusy, LedgerReplaced)
+
+
+class _Ask:
+    """One reservation. Ends, under the condition, by `granted` or `error`."""
+
+    __slots__ = ("claim", "error", "granted", "why")
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.why = "its ledger"
+        """What it waits for."""
+        self.granted = False
+        self.error: PdOffloadError | None = None
 
 
 class Quota:
     """Keeps the chunk files of one namespace within `max_bytes`. A thread of its own; methods from any."""
 
-    def __init__(self, space: Namespace, max_bytes: int, clock: Clock) -> None:
+    def __init__(self, space: Namespace, writer: WriterDir, max_bytes: int, clock: Clock) -> None:
         self.evicted: deque[BlockKey] = deque()
-        """Keys whose files were removed; the owner takes them out."""
+        """Keys whose files this process removed; the owner takes them out."""
         self._space = space
+        self._writer = writer
         self._max_bytes = max_bytes
+        self._low_bytes = max_bytes - min(int(max_bytes * AHEAD_SHARE), AHEAD_BYTES)
         self._clock = clock
-        # Everything below is kept under the condition.
+        # Kept under the condition: what was told, and who asks.
         self._changed = threading.Condition(threading.Lock())
-        self._used_bytes = 0
-        self._reserved_bytes = 0
-        self._wanted_bytes = 0
-        self._written_bytes = 0
-        self._walks_asked = 1
-        self._walks_done = 0
-        self._walking = False
-        self._walked_at_s = clock.monotonic_s()
+        self._told = True
+        self._asks: list[_Ask] = []
+        self._settled: dict[int, list[Row]] = {}
+        self._used: dict[BlockKey, None] = {}
+        self._gone: dict[BlockKey, int] = {}
         self._held: Counter[BlockKey] = Counter()
-        self._touched: set[BlockKey] = set()
+        self._refusing = False
         self._closed = False
+        # The quota thread's alone.
+        self._claims = Claims(space)
+        self._lock = EvictorLock(space)
+        self._usage = Usage(0, 0, 0)
+        self._trouble: StorageError | None = None
+        self._counter = CountThread(space, clock, self._wake)
         self._thread = threading.Thread(target=self._run, name="pdoffload-fs-quota", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<Quota {self._used_bytes} of {self._max_bytes} bytes used>"
+        used, claimed, counted = self._usage
+        state = f", {self._trouble}" if self._trouble else "" if counted else ", being counted"
+        return f"<Quota {used} of {self._max_bytes} bytes used, {claimed} claimed{state}>"
 
     # --- the writers' side ---
 
-    def reserve(self, size_bytes: int, *, timeout_s: float) -> bool:
-        """Set `size_bytes` aside, after an eviction if need be. False if there is no room in time.
+    def reserve(self, keys: Sequence[BlockKey], size_bytes: int, *, timeout_s: float) -> int:
+        """Set `size_bytes` aside for files of `keys`, after an eviction if need be; the claim's number.
 
-        Blocks its thread; `wrote` ends the reservation.
+        Blocks its thread until `timeout_s` at most; `wrote` ends the claim. Raises `StorageFull` where
+        there is no room, and another `StorageError` or `DeadlineExceeded` where nobody can tell.
         """
         if size_bytes > self._max_bytes:
-            return False
-        until_s = self._clock.monotonic_s() + timeout_s
+            reason = f"{size_bytes} bytes at once are more than the quota, {self._max_bytes}"
+            raise StorageFull(self._space.base, reason, errno.EDQUOT)
+        claim = Claim.new(self._writer.owner(), size_bytes, keys)
+        ask = _Ask(claim)
         with self._changed:
-            # Before the first walk nothing is known.
-            self._wait(lambda: self._walks_done > 0, until_s)
-            if self._walks_done and not self._fits(size_bytes):
-                self._wanted_bytes = max(self._wanted_bytes, size_bytes)
-                number = self._walks_asked = self._walks_done + (2 if self._walking else 1)
-                self._changed.notify_all()
-                self._wait(lambda: self._walks_done >= number or self._fits(size_bytes), until_s)
-            if self._closed or not self._walks_done or not self._fits(size_bytes):
-                return False
-            self._reserved_bytes += size_bytes
-            return True
+            self._asks.append(ask)
+            self._tell()
+            self._changed.wait_for(
+                lambda: ask.granted or ask.error is not None or self._refusing,
+                max(0.0, timeout_s),
+            )
+            if ask.granted:
+                return claim.id
+            if ask in self._asks:
+                self._asks.remove(ask)
+            # It may be granted this very moment, for nobody: void it.
+            self._settled[claim.id] = []
+            self._tell()
+        if ask.error is not None:
+            raise ask.error
+        if self._refusing:
+            raise StorageError(self._space.base, "the tier was closed before there was room")
+        raise DeadlineExceeded(f"room in {self._space.base}, and for {ask.why}", timeout_s)
 
-    def _wait(self, happened: Callable[[], bool], until_s: float) -> None:
-        left_s = max(0.0, until_s - self._clock.monotonic_s())
-        self._changed.wait_for(lambda: self._closed or happened(), left_s)
+    def wrote(self, claim_id: int, keys: Iterable[BlockKey], file_bytes: int) -> None:
+        """Of what was claimed these have files now, of so many bytes each; the rest is void.
 
-    def _fits(self, size_bytes: int) -> bool:
-        return self._used_bytes + self._reserved_bytes + size_bytes <= self._max_bytes
-
-    def wrote(self, size_bytes: int, *, reserved_bytes: int) -> None:
-        """`size_bytes` of what was reserved were written; the rest of the reservation is void."""
+        Of one batch the last goes first: a prefix is of use without what follows it, not the other way.
+        """
+        now_us = self._now_us()
         with self._changed:
-            self._reserved_bytes -= reserved_bytes
-            self._used_bytes += size_bytes
-            self._written_bytes += size_bytes
-            if self._clock.monotonic_s() - self._walked_at_s > WALK_EVERY_S:
-                self._walks_asked = max(self._walks_asked, self._walks_done + 1)
-            self._changed.notify_all()
+            self._settled[claim_id] = [
+                Row(key, file_bytes, now_us - place) for place, key in enumerate(keys)
+            ]
+            self._tell()
 
-    # --- the owner's side ---
+    # --- the owner's side, and the readers' ---
 
     def hold(self, keys: Iterable[BlockKey]) -> None:
-        """These are about to be read: not to be evicted."""
+        """These are about to be read here: not to be evicted by this process."""
         with self._changed:
             self._held.update(keys)
 
@@ -120,137 +164,210 @@ class Quota:
             self._held.subtract(keys)
             self._held = +self._held
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def used(self, keys: Iterable[BlockKey]) -> None:
         """These were used again. Best effort: beyond a bound some are left out."""
         with self._changed:
-            if len(self._touched) < _MAX_TOUCHED:
-                self._touched.update(keys)
-                self._changed.notify_all()
+            if len(self._used) < _MAX_TOLD:
+                self._used.update(dict.fromkeys(keys))
+                self._tell()
+
+    def gone(self, keys: Iterable[BlockKey]) -> None:
+        """There is no file of these any more, or was none just now. Best effort, as `used`."""
+        now_us = self._now_us()
+        with self._changed:
+            if len(self._gone) < _MAX_TOLD:
+                self._gone.update(dict.fromkeys(keys, now_us))
+                self._tell()
+
+    def refuse(self) -> None:
+        """Let go everybody who waits for room, and who comes from now on. What is claimed can be settled."""
+        with self._changed:
+            self._refusing = True
+            self._tell()
 
     def close(self, *, timeout_s: float) -> None:
-        """Stop the thread; one that hangs in the file system is left behind."""
+        """Write down what was told and stop; a thread that hangs in the file system is left behind."""
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+            self._refusing = self._closed = True
+            self._tell()
+        self._counter.stop()
         self._thread.join(timeout_s)
+        self._counter.close(timeout_s=timeout_s)
+
+    def _tell(self) -> None:
+        """Under the condition."""
+        self._told = True
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._tell()
 
     # --- the thread ---
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or self._touched or self._walks_asked > self._walks_done
-                )
-                if self._closed:
-                    return
-                touched, self._touched = self._touched, set()
-                self._walking = self._walks_asked > self._walks_done
-            for key in touched:
-                _mark_used(self._space.path(key))
-            if self._walking:
-                self._walk()
-
-    def _walk(self) -> None:
-        """Count what is there and evict what is too much."""
-        with self._changed:
-            self._written_bytes = 0
-        lock_fd = -1
-        found: list[_Found] = []
-        removed: list[_Found] = []
-        try:
-            lock_fd = self._lock()
-            found = list(_files(self._space.base))
-            if lock_fd >= 0:
-                removed = self._evict(found)
-        except OSError as error:
-            _log.warning("%s: the quota cannot be kept: %s", self._space.base, error)
-        finally:
-            if lock_fd >= 0:
-                os.close(lock_fd)
-        size_bytes = sum(file.size_bytes for file in found)
-        removed_bytes = sum(file.size_bytes for file in removed)
-        if removed:
-            _log.info(
-                "%s: evicted %d files, %d bytes", self._space.base, len(removed), removed_bytes
-            )
-        with self._changed:
-            self._used_bytes = size_bytes - removed_bytes + self._written_bytes
-            self._wanted_bytes = 0
-            self._walked_at_s = self._clock.monotonic_s()
-            self._walks_done += 1
-            self._walking = False
-            self._changed.notify_all()
-
-    def _lock(self) -> int:
-        """The lock of the one evictor. -1 if another process keeps it: then it evicts, or hangs."""
-        path = f"{self._space.base}/{LOCK_NAME}"
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, self._space.file_mode)
-        until_s = self._clock.monotonic_s() + LOCK_PATIENCE_S
-        while True:
+                self._changed.wait_for(lambda: self._told or self._closed, self._pause_s())
+                self._told, closing = False, self._closed
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return fd
-            except BlockingIOError:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, _LOCK_PAUSE_S)
-                if self._closed or self._clock.monotonic_s() > until_s:
-                    os.close(fd)
-                    return -1
+                self._work(closing)
+            except StorageError as error:
+                self._take_trouble(error)
+            except Exception as error:  # noqa: BLE001
+                # Whatever it is: stores have to end with a reason, and the thread has to go on.
+                _log.debug("%s: %r", self._space.base, error, exc_info=error)
+                self._take_trouble(_as_storage_error(self._space.base, error))
+            if closing:
+                self._claims.ledger.close()
+                return
 
-    def _evict(self, found: list[_Found]) -> list[_Found]:
+    def _pause_s(self) -> float | None:
+        """How long until the next look although nothing new was told; None: not before."""
+        if not self._asks and not self._claims.wait:
+            return None
+        lasting = self._trouble is not None and not isinstance(self._trouble, _PASSING)
+        return _TROUBLE_RETRY_S if lasting else _RETRY_S
+
+    def _work(self, closing: bool) -> None:
+        self._claims.open()
+        stored = self._write_down()
+        if closing:
+            return
+        self._usage = self._claims.ledger.usage()
+        if self._trouble is not None:
+            if not isinstance(self._trouble, _PASSING):
+                _log.info("%s: its quota is kept again", self._space.base)
+            self._trouble = None
+        counted_s = self._usage.counted_us / 1e6
+        old = self._clock.wall_s() - counted_s > COUNT_EVERY_S
+        self._counter.look(due=not counted_s or (stored and old))
+        # Before the first count the oldest files are not known.
+        too_much = counted_s and self._usage.total_bytes > self._max_bytes
+        if self._grant() or too_much:
+            self._make_room()
+
+    def _write_down(self) -> bool:
+        """Enter what was told; whether something was stored. What fails is tried again or left out."""
         with self._changed:
-            spoken_for_bytes = self._reserved_bytes + self._wanted_bytes
-            held = {self._space.path(key) for key in self._held}
-        used_bytes = sum(file.size_bytes for file in found)
-        if used_bytes + spoken_for_bytes <= self._max_bytes:
-            return []
-        goal_bytes = min(int(self._max_bytes * LOW_WATER), self._max_bytes - spoken_for_bytes)
-        removed = []
-        for file in sorted(found):
-            if used_bytes <= goal_bytes:
+            settled, self._settled = self._settled, {}
+            used, self._used = self._used, {}
+            gone, self._gone = self._gone, {}
+        self._claims.settle(settled)
+        ledger = self._claims.ledger
+        if used:
+            now_us = self._now_us()
+            known = {row.key: row.used_us for row in ledger.mark_used(used, now_us)}
+            grain_us = int(TOUCH_GRAIN_S * 1e6)
+            for key in used:
+                if known.get(key, 0) // grain_us < now_us // grain_us:
+                    _mark_used(self._space.path(key))
+        for key, seen_us in gone.items():
+            if not os.path.lexists(self._space.path(key)):
+                ledger.forget((key,), seen_us)
+        return any(settled.values())
+
+    def _grant(self) -> list[_Ask]:
+        """Answer the asks for which there is room, in their order; the others."""
+        with self._changed:
+            asks = list(self._asks)
+        waiting: list[_Ask] = []
+        for ask in asks:
+            if not self._usage.counted_us:
+                ask.why = "its files to be counted"
+            elif not waiting and self._claims.claim(ask.claim, self._max_bytes):
+                self._end(ask)
+            else:
+                ask.why = "other files to be removed"
+                waiting.append(ask)
+        return waiting
+
+    def _end(self, ask: _Ask, error: PdOffloadError | None = None) -> None:
+        with self._changed:
+            if ask in self._asks:
+                self._asks.remove(ask)
+                ask.granted, ask.error = error is None, error
+                self._changed.notify_all()
+
+    def _make_room(self) -> None:
+        """Evict until all that is asked for fits, and a little ahead."""
+        if not self._lock.take():
+            for ask in tuple(self._asks):
+                ask.why = "another process, which evicts"
+            return
+        try:
+            claims = self._claims
+            resolve_dead(claims.ledger, self._space, self._clock, live=claims.owners)
+            tally = self._evict()
+        finally:
+            self._lock.give()
+        if tally.removed:
+            _log.info(
+                "%s: evicted %d files, %d bytes",
+                self._space.base,
+                tally.removed,
+                tally.removed_bytes,
+            )
+            return
+        if tally.refused:
+            _log.info("%s: files cannot be evicted: %s", self._space.base, tally.refused[-1])
+        for ask in self._grant():
+            reason = f"no room for {ask.claim.size_bytes} bytes in {self!r}: {tally.why()}"
+            self._end(ask, StorageFull(self._space.base, reason, errno.EDQUOT))
+
+    def _evict(self) -> Tally:
+        """Rounds of a few files each; those who have asked are served between two.
+
+        What is stored meanwhile is not touched by this eviction.
+        """
+        begun_us, tally = self._now_us(), Tally()
+        while len(tally.refused) < _MOST_REFUSED:
+            wanted_bytes = sum(ask.claim.size_bytes for ask in self._grant())
+            with self._changed:
+                held, closed = set(self._held), self._closed
+            if closed:
                 break
-            if file.path not in held and _remove(file.path):
-                used_bytes -= file.size_bytes
-                removed.append(file)
-                self.evicted.append(file.key())
-        return removed
+            taken = self._claims.take_oldest(
+                self._writer.owner(),
+                min(self._low_bytes, self._max_bytes - wanted_bytes),
+                spared=held,
+                before_us=begun_us,
+                most=_ROUND_FILES,
+            )
+            if taken is None:
+                break
+            claim, rows = taken
+            removed, kept = remove_rows(self._space, rows, self._now_us(), tally)
+            self._claims.settle({claim.id: kept})
+            self.evicted.extend(row.key for row in removed)
+        self._usage = self._claims.ledger.usage()
+        return tally
+
+    def _take_trouble(self, error: StorageError) -> None:
+        for ask in tuple(self._asks):
+            ask.why = str(error)
+            if not isinstance(error, (*_PASSING, LedgerDamaged)):
+                self._end(ask, error)
+        if isinstance(error, LedgerDamaged):
+            try:
+                self._claims.make_anew(error, self._lock, self._clock)
+            except StorageError as second:
+                _log.warning("%s: its ledger cannot be made anew: %s", self._space.base, second)
+        elif not isinstance(error, _PASSING):
+            self._claims.ledger.close()
+            if type(self._trouble) is not type(error):
+                # Stores that fail by it say so loudly, once.
+                _log.info("%s: the quota cannot be kept now: %s", self._space.base, error)
+        self._trouble = error
+
+    def _now_us(self) -> int:
+        return int(self._clock.wall_s() * 1e6)
 
 
-class _Found(NamedTuple):
-    """A chunk file; sorts by the time it was last used."""
-
-    used_s: float
-    path: str
-    size_bytes: int
-
-    def key(self) -> BlockKey:
-        folder, name = os.path.split(self.path)
-        return make_key(bytes.fromhex(name[:-4]), int(folder.rsplit("_g", 1)[1]))
-
-
-def _files(base: str) -> Iterator[_Found]:
-    """The chunk files under `base`. What vanishes meanwhile was removed by another process."""
-    for first in _entries(base):
-        if first.name.startswith("."):
-            continue
-        for second in _entries(first.path):
-            if not _GROUP_DIR.fullmatch(second.name):
-                continue
-            for entry in _entries(second.path):
-                if not _CHUNK_NAME.fullmatch(entry.name):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    yield _Found(status.st_mtime, entry.path, status.st_size)
-
-
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _as_storage_error(path: str, error: Exception) -> StorageError:
+    if isinstance(error, OSError):
+        return StorageError.from_os_error(str(error.filename or path), error)
+    return StorageError(path, f"{type(error).__name__}: {error}")
 
 
 def _mark_used(path: str) -> None:
@@ -258,14 +375,3 @@ def _mark_used(path: str) -> None:
         os.utime(path)
     except OSError as error:
         _log.debug("%s cannot be marked as used: %s", path, error)
-
-
-def _remove(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        _log.warning("%s cannot be evicted: %s", path, error)
-        return False
-    return True

@@ -81,7 +81,9 @@ def _start(
             file_mode=space.file_mode,
         )
         make_agent = _agent_maker(config, use, writer.temp_path(), context.clock)
-    quota = None if config.max_bytes is None else Quota(space, config.max_bytes, context.clock)
+    quota = (
+        None if config.max_bytes is None else Quota(space, writer, config.max_bytes, context.clock)
+    )
     terms = Terms(
         region=context.region,
         space=space,

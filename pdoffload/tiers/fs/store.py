@@ -22,26 +22,32 @@ Numbers = list[int]
 def store_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
     """Store what is not there yet, and enter into `batch` how it goes with each chunk.
 
-    Raises what `Lane.move` raises, and `StorageFull` if the quota has no room; the chunks that have no
-    entry then are the caller's to fail.
+    Raises what `Lane.move` raises and what `Quota.reserve` does; the chunks that have no entry then are the
+    caller's to fail.
     """
     paths = [terms.space.path(key) for key in batch.keys]
     wanted = _absent(terms, batch, paths)
+    if terms.quota is not None and len(wanted) < len(paths):
+        terms.quota.used(key for key, there in zip(batch.keys, batch.present, strict=True) if there)
     if not wanted:
         return
     wanted = _that_fit_the_disk(terms, batch, wanted)
-    quota, reserved_bytes = terms.quota, len(wanted) * terms.format.file_bytes
-    if quota is not None and not quota.reserve(reserved_bytes, timeout_s=terms.time_left_s(batch)):
-        reason = f"no room for {reserved_bytes} bytes in {quota!r}"
-        raise StorageFull(terms.space.base, reason, errno.EDQUOT)
+    quota, claim = terms.quota, 0
+    if quota is not None and wanted:
+        # A little before the deadline, so that who waits in vain is not taken for stuck.
+        claim = quota.reserve(
+            [batch.keys[number] for number in wanted],
+            len(wanted) * terms.format.file_bytes,
+            timeout_s=0.9 * terms.time_left_s(batch),
+        )
     try:
         opened = _open_all(terms, batch, wanted, paths, files)
         if opened:
             _write_all(terms, lane, batch, opened, paths, files)
     finally:
-        if quota is not None:
-            written_bytes = sum(batch.moved) * terms.format.file_bytes
-            quota.wrote(written_bytes, reserved_bytes=reserved_bytes)
+        if quota is not None and wanted:
+            stored = (batch.keys[number] for number in wanted if batch.moved[number])
+            quota.wrote(claim, stored, terms.format.file_bytes)
 
 
 def _absent(terms: Terms, batch: Batch, paths: list[str]) -> Numbers:

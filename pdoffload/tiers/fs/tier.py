@@ -1,7 +1,7 @@
 """The fs tier: chunk files in a directory, moved by NIXL POSIX. This file is the owner's side.
 
     owner thread                           I/O threads (`io_threads`) lookup thread   quota thread
-    store, load --> PartQueue ----------> open, move, verify,       stat            walk, evict
+    store, load --> PartQueue ----------> open, move, verify,       stat            ledger, evict
     poll        <-- outcomes <------------ rename                      |
     lookup      <-- answers <------------------------------------------'
 
@@ -144,7 +144,7 @@ class FsTier(Tier):
     def touch(self, keys: Sequence[BlockKey]) -> None:
         self._enter()
         if self._terms.quota is not None:
-            self._terms.quota.touch(keys)
+            self._terms.quota.used(keys)
 
     def stats(self) -> TierStats:
         return self._book.stats(degraded=self._degraded())
@@ -158,6 +158,8 @@ class FsTier(Tier):
         closed = StorageError(self._base, "the tier was closed before its turn came")
         for part in self._queue.drain():
             self._enter_outcome(failed_outcome(part, closed))
+        if self._terms.quota is not None:
+            self._terms.quota.refuse()
         late = self._pool.close(timeout_s=timeout_s)
         self._take_in()
         for part in self._book.begun():

@@ -12,12 +12,14 @@ makes a new one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import logging
 import os
 import threading
 import uuid
+from collections.abc import Iterator
 
 from pdoffload.clock import Clock
 from pdoffload.errors import StorageError
@@ -49,6 +51,10 @@ class WriterDir:
         if path is None:
             path = self._make(None)
         return f"{path}/{next(self._serial)}.part"
+
+    def owner(self) -> str:
+        """The name of our folder, whose lock says that we live; as `temp_path`."""
+        return os.path.basename(self._path or self._make(None))
 
     def renew(self, temp_path: str) -> str:
         """A name in a new folder: the one of `temp_path` was taken away by somebody."""
@@ -98,11 +104,36 @@ class WriterDir:
         self._path, self._lock_fd = None, -1
 
     def close(self) -> None:
-        """Remove the folder and what is in it; idempotent. Not in a forked child: it is the parent's."""
+        """Remove the folder and what is in it; idempotent. Not in a forked child: it is the parent's.
+
+        What the system refuses to remove is left to the next start's sweep.
+        """
         with self._making:
             if self._path is not None:
-                remove_folder(self._path)
+                try:
+                    remove_folder(self._path)
+                except OSError as error:
+                    _log.warning("%s is left behind: %s", self._path, error)
             self._let_go()
+
+
+def is_live(space: Namespace, owner: str) -> bool:
+    """Whether the process with that folder lives, as far as this host can see."""
+    path = f"{space.base}/{TEMP_NAME}/{owner}/{LOCK_NAME}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _log.debug("%s: %s", path, error)
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def sweep(space: Namespace, clock: Clock) -> tuple[int, int]:
@@ -132,17 +163,49 @@ def sweep(space: Namespace, clock: Clock) -> tuple[int, int]:
 
 
 def _sweep_one(path: str, clock: Clock) -> tuple[int, int]:
+    with _looked_at(path, clock) as is_dead:
+        return remove_folder(path) if is_dead else (0, 0)
+
+
+def unfinished(space: Namespace, clock: Clock) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(files, bytes) that a sweep would reclaim, and those of writers that live. Removes nothing."""
+    counts = {True: (0, 0), False: (0, 0)}
+    root = f"{space.base}/{TEMP_NAME}"
+    if os.path.islink(root) or not os.path.isdir(root):
+        return counts[True], counts[False]
+    with os.scandir(root) as folders:
+        for folder in folders:
+            # Another process may sweep it at the same time.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                with _looked_at(folder.path, clock) as is_dead, os.scandir(folder.path) as entries:
+                    sizes = [
+                        each.stat(follow_symlinks=False).st_size
+                        for each in entries
+                        if each.name != LOCK_NAME
+                    ]
+                files, size_bytes = counts[is_dead]
+                counts[is_dead] = (files + len(sizes), size_bytes + sum(sizes))
+    return counts[True], counts[False]
+
+
+@contextlib.contextmanager
+def _looked_at(path: str, clock: Clock) -> Iterator[bool]:
+    """Whether the writer of that folder is gone, as far as it can be told. Its lock is held meanwhile, so
+    that nobody else removes it. `OSError`."""
     try:
         fd = os.open(f"{path}/{LOCK_NAME}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         # Its owner is between two system calls, or died there.
-        return remove_folder(path) if _is_quiet(path, clock) else (0, 0)
+        yield _is_quiet(path, clock)
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        own_host = os.path.basename(path).rsplit("-", 2)[0] == os.uname().nodename
-        return remove_folder(path) if own_host or _is_quiet(path, clock) else (0, 0)
-    except BlockingIOError:
-        return 0, 0
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            own_host = os.path.basename(path).rsplit("-", 2)[0] == os.uname().nodename
+            yield own_host or _is_quiet(path, clock)
     finally:
         os.close(fd)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from pdoffload.testing.tier_rig import ShiftedClock, context_of, filled_region, 
 from pdoffload.tiers.fs.paths import Namespace
 
 FILE_BYTES = CHUNK_BYTES + 4096
+SmallDisk = Callable[[int], Path]
 
 
 def started(*children: FsChild) -> None:
@@ -137,30 +136,15 @@ def test_c01_a_file_that_may_not_grow_fails_with_its_errno_and_leaves_nothing(
         assert (stats["failed_stores"], stats["bytes_written"]) == (1, 0)
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A real file system of its own; skipped where mounting is not allowed."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", os.fspath(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small tmpfs needs privileges this process lacks")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", os.fspath(folder)], check=True)
-
-
 @pytest.mark.nixl
 def test_c01_a_disk_that_fills_up_keeps_what_is_whole_and_takes_more_when_space_is_freed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunk_bytes = 512 << 10
     keys = keys_of(*range(4))
     clock = ShiftedClock()
-    with (
-        small_disk(tmp_path / "disk", 1 << 20) as disk,
-        open_fs(disk / "root", region=filled_region(8, chunk_bytes), clock=clock) as rig,
-    ):
+    disk = small_disk(1 << 20)
+    with open_fs(disk / "root", region=filled_region(8, chunk_bytes), clock=clock) as rig:
         stored = rig.store(keys[:3], (0, 1, 2))
         assert stored.succeeded == keys[:1]
         assert [key for key, _ in stored.failed] == list(keys[1:3])
@@ -176,7 +160,7 @@ def test_c01_a_disk_that_fills_up_keeps_what_is_whole_and_takes_more_when_space_
 
 @pytest.mark.nixl
 def test_c01_a_write_that_the_disk_refuses_midway_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, but the free space is not known beforehand: NIXL meets the full disk."""
     chunk_bytes = 512 << 10
@@ -188,10 +172,8 @@ def test_c01_a_write_that_the_disk_refuses_midway_is_not_published(
         fields[4] = 1 << 40
         return os.statvfs_result(fields)
 
-    with (
-        small_disk(tmp_path / "disk", 1 << 20) as disk,
-        open_fs(disk / "root", region=filled_region(8, chunk_bytes)) as rig,
-    ):
+    disk = small_disk(1 << 20)
+    with open_fs(disk / "root", region=filled_region(8, chunk_bytes)) as rig:
         monkeypatch.setattr(os, "statvfs", statvfs)
         stored = rig.store(keys, (0, 1, 2))
         assert len(stored.succeeded) <= 1

@@ -47,6 +47,12 @@ class TestFsTierOverAFakeAgent(FilesContract):
         return FsTier(config, context, make_agent=FakeAgent)
 
 
+class TestFsTierWithAQuota(FilesContract):
+    def open(self, context: TierContext, folder: Path) -> Tier:
+        config = FsTierConfig(root_dir=str(folder), min_free_bytes=0, max_bytes=1 << 30)
+        return FsTier(config, context, make_agent=FakeAgent)
+
+
 # --- files ---
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -16,7 +17,7 @@ from pdoffload.clock import SYSTEM_CLOCK
 from pdoffload.layout import RunConfig
 from pdoffload.testing.clock import FakeClock
 from pdoffload.tiers.fs.paths import Namespace, open_namespace
-from pdoffload.tiers.fs.writer import FOREIGN_QUIET_S, LOCK_NAME, WriterDir, sweep
+from pdoffload.tiers.fs.writer import FOREIGN_QUIET_S, LOCK_NAME, WriterDir, is_live, sweep
 
 RUN = RunConfig(fields={"model_name": "m"})
 
@@ -184,3 +185,31 @@ def test_a_sweeper_that_holds_the_lock_is_waited_out_by_another_name(
     Path(writer.temp_path()).write_bytes(b"")
     assert len(refused) == 1
     assert len(parts(space)) == 1
+
+
+def test_a_folder_that_cannot_be_removed_is_left_to_the_next_sweep(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = WriterDir(space)
+    folder = Path(writer.temp_path()).parent
+
+    def unlink(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", unlink)
+        writer.close()
+    assert "left behind" in caplog.text
+    assert not is_live(space, folder.name)
+    sweep(space, SYSTEM_CLOCK)
+    assert not folder.exists()
+
+
+def test_an_owner_lives_as_long_as_its_folder_is_locked(space: Namespace) -> None:
+    writer = WriterDir(space)
+    owner = writer.owner()
+    assert owner == writer.owner() == Path(writer.temp_path()).parent.name
+    assert is_live(space, owner)
+    writer.close()
+    assert not is_live(space, owner)
+    assert not is_live(space, "never-was-here")
