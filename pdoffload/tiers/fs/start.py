@@ -20,6 +20,7 @@ from pdoffload.layout import PAGE_BYTES
 from pdoffload.tiers.base import TierContext, Verify
 from pdoffload.tiers.chunkfile import ChunkFormat
 from pdoffload.tiers.fs.lane import MakeAgent, Terms
+from pdoffload.tiers.fs.memory import FsContext, fs_context
 from pdoffload.tiers.fs.paths import Namespace, open_namespace
 from pdoffload.tiers.fs.quota import Quota
 from pdoffload.tiers.fs.writer import WriterDir, sweep
@@ -33,6 +34,9 @@ _MAX_REQUEST_CHUNKS = 32
 _MAX_REQUEST_BYTES = 32 << 20
 _MAX_IOS = 2 * _MAX_REQUEST_CHUNKS
 """A chunk and its trailer each; as many as the plugin submits at once."""
+_MAX_KERNEL_QUEUE = 256
+_MAX_PIECES = 65_536
+"""Of one request: the plugin's own limit."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -44,13 +48,18 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    config: FsTierConfig, context: TierContext, *, rank: int, make_agent: MakeAgent | None
+    config: FsTierConfig,
+    context: TierContext | FsContext,
+    *,
+    rank: int,
+    make_agent: MakeAgent | None,
 ) -> Start:
     """Try everything out, make folders, and sweep. Raises `ConfigError` before a thread is started."""
     if config.backend not in ("auto", "POSIX"):
         raise ConfigError(
             [f"backend: {config.backend!r} is not usable in this version; use auto or POSIX"]
         )
+    context = fs_context(context)
     space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
     sweep(space, context.clock)
     writer = WriterDir(space)
@@ -63,20 +72,24 @@ def prepare(
 
 def _start(
     config: FsTierConfig,
-    context: TierContext,
+    context: FsContext,
     space: Namespace,
     writer: WriterDir,
     make_agent: MakeAgent | None,
 ) -> Start:
-    abilities = probe_files(config, space, writer, context.region.address)
-    make_agent = make_agent or _agent_maker(config, context, direct=abilities.open_flags != 0)
-    form = ChunkFormat(context.region.geometry.chunk_bytes, context.run_config.fingerprint)
+    memory = context.memory
+    abilities = probe_files(config, space, writer, memory.misaligned())
+    form = ChunkFormat(memory.chunk_bytes, context.run_config.fingerprint)
     most_chunks, most_threads = request_limits(
-        form.chunk_bytes, max(config.n_read_threads, config.n_write_threads)
+        form.chunk_bytes, max(config.n_read_threads, config.n_write_threads), memory.most_pieces
+    )
+    most_ios = max(_MAX_IOS, most_chunks * (memory.most_pieces + 1))
+    make_agent = make_agent or _agent_maker(
+        config, context, direct=abilities.open_flags != 0, most_ios=most_ios
     )
     quota = None if config.max_bytes is None else Quota(space, config.max_bytes, context.clock)
     terms = Terms(
-        region=context.region,
+        memory=memory,
         space=space,
         writer=writer,
         quota=quota,
@@ -107,11 +120,11 @@ class Abilities(msgspec.Struct, frozen=True):
 
 
 def probe_files(
-    config: FsTierConfig, space: Namespace, writer: WriterDir, address: int
+    config: FsTierConfig, space: Namespace, writer: WriterDir, misaligned: str
 ) -> Abilities:
     """Write one small file as chunks are written. Raises `ConfigError` if no file can be written at all.
 
-    `address` is the pool's: direct I/O needs it on a page.
+    `misaligned` says why the memory is not fit for direct I/O, which needs every piece on a page.
     """
     try:
         shows_holes = _try_write(writer.temp_path(), space.file_mode, 0)
@@ -121,10 +134,8 @@ def probe_files(
         ) from error
     if config.direct == "off":
         return Abilities(0, shows_holes)
-    refusal = ""
-    if address % PAGE_BYTES:
-        refusal = f"the pool at {address:#x} is not on a page"
-    else:
+    refusal = misaligned
+    if not refusal:
         try:
             _try_write(writer.temp_path(), space.file_mode, os.O_DIRECT)
         except OSError as error:
@@ -152,12 +163,13 @@ def _try_write(path: str, mode: int, flags: int) -> bool:
         os.unlink(path)
 
 
-def posix_backend(config: FsTierConfig, *, direct: bool) -> PosixBackend:
+def posix_backend(config: FsTierConfig, *, direct: bool, most_ios: int = _MAX_IOS) -> PosixBackend:
     """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason."""
     queues: tuple[Queue, ...] = _QUEUES if config.io == "auto" else (config.io,)
     reasons: list[str] = []
     for queue in queues:
-        backend = PosixBackend(queue=queue, max_ios=_MAX_IOS, kernel_queue=_MAX_IOS)
+        depth = min(most_ios, _MAX_KERNEL_QUEUE)
+        backend = PosixBackend(queue=queue, max_ios=most_ios, kernel_queue=depth)
         reason = probe(backend)
         if reason is None:
             mode = "direct" if direct else "buffered"
@@ -168,15 +180,18 @@ def posix_backend(config: FsTierConfig, *, direct: bool) -> PosixBackend:
     raise ConfigError([f"io: {config.io!r} is not usable here: {'; '.join(reasons)}"])
 
 
-def request_limits(chunk_bytes: int, num_threads: int) -> tuple[int, int]:
+def request_limits(chunk_bytes: int, num_threads: int, most_pieces: int = 1) -> tuple[int, int]:
     """How many chunks one request carries, and how many I/O threads each side may have.
+
+    A chunk is moved in up to `most_pieces`, and its trailer in one.
 
     All threads together use at most half of the file descriptors the process may open.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
-    chunks = max(1, min(_MAX_REQUEST_CHUNKS, _MAX_REQUEST_BYTES // chunk_bytes, soft // 64))
+    fitting = min(_MAX_REQUEST_BYTES // chunk_bytes, _MAX_PIECES // (most_pieces + 1))
+    chunks = max(1, min(_MAX_REQUEST_CHUNKS, fitting, soft // 64))
     return chunks, max(1, min(num_threads, soft // 4 // chunks))
 
 
@@ -185,10 +200,15 @@ def _sound_sizes(form: ChunkFormat, verify: Verify) -> tuple[int, ...]:
     return (form.file_bytes,) if verify is Verify.ALWAYS else (form.file_bytes, form.chunk_bytes)
 
 
-def _agent_maker(config: FsTierConfig, context: TierContext, *, direct: bool) -> MakeAgent:
-    backend = posix_backend(config, direct=direct)
+def _agent_maker(
+    config: FsTierConfig, context: FsContext, *, direct: bool, most_ios: int
+) -> MakeAgent:
+    backends = [
+        posix_backend(config, direct=direct, most_ios=most_ios),
+        *context.memory.more_backends(),
+    ]
 
     def make(name: str) -> Agent:
-        return NixlAgent(name, [backend], clock=context.clock)
+        return NixlAgent(name, backends, clock=context.clock)
 
     return make

@@ -124,12 +124,12 @@ def _open_one(terms: Terms, files: Files) -> None:
 def _write_all(
     terms: Terms, lane: Lane, batch: Batch, opened: Numbers, paths: list[str], files: Files
 ) -> None:
-    slots = [batch.slots[number] for number in opened]
-    for place, (number, slot) in enumerate(zip(opened, slots, strict=True)):
-        digest = None if terms.verify is Verify.OFF else terms.region.checksum(slot)
+    lane.chunks.begin(Op.WRITE, [batch.slots[number] for number in opened])
+    for place, number in enumerate(opened):
+        digest = None if terms.verify is Verify.OFF else lane.chunks.checksum(place)
         start = place * TRAILER_BYTES
         lane.memory[start : start + TRAILER_BYTES] = terms.format.pack(batch.keys[number], digest)
-    lost = lane.move(Op.WRITE, batch, files, slots, [False] * len(slots))
+    lost = lane.move(Op.WRITE, batch, files, [False] * len(opened))
     for fd, number in zip(tuple(files.open), opened, strict=True):
         path = paths[number]
         try:

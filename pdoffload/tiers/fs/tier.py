@@ -31,6 +31,7 @@ from pdoffload.tiers.base import (
 from pdoffload.tiers.fs.io_threads import IoPool
 from pdoffload.tiers.fs.lane import MakeAgent
 from pdoffload.tiers.fs.lookup import FileLookup
+from pdoffload.tiers.fs.memory import FsContext
 from pdoffload.tiers.fs.start import prepare
 from pdoffload.tiers.health import StoreHealth
 from pdoffload.tiers.jobs import JobBook, LiveJob
@@ -64,7 +65,7 @@ class FsTier(Tier):
     def __init__(
         self,
         config: FsTierConfig,
-        context: TierContext,
+        context: TierContext | FsContext,
         *,
         rank: int = 0,
         make_agent: MakeAgent | None = None,
@@ -83,7 +84,7 @@ class FsTier(Tier):
         self._lookup = FileLookup(
             terms.space, terms.sound_sizes, timeout_s=terms.timeout_s, clock=terms.clock
         )
-        half = context.region.geometry.num_slots // 2
+        half = terms.memory.num_slots // 2
         self._queue = PartQueue(
             num_readers=start.num_readers,
             max_waiting_stores=min(MAX_QUEUED_CHUNKS, half),
