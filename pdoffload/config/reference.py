@@ -106,8 +106,7 @@ loaded, so sharing with stock vLLM needs `if_present`.
 """
 
 _TAIL = """
-The tier type `obj` and the spec `NixlDirectOffloadingSpec` belong to later versions; naming one is a problem
-that says so.
+The tier type `obj` belongs to a later version; naming it is a problem that says so.
 """
 
 

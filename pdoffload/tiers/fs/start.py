@@ -18,7 +18,7 @@ from pdoffload.config import FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import PAGE_BYTES
 from pdoffload.tiers.base import TierContext, Verify
-from pdoffload.tiers.chunkfile import ChunkFormat
+from pdoffload.tiers.chunkfile import TRAILER_BYTES, ChunkFormat
 from pdoffload.tiers.fs.lane import MakeAgent, Terms
 from pdoffload.tiers.fs.memory import FsContext, fs_context
 from pdoffload.tiers.fs.paths import Namespace, open_namespace
@@ -96,7 +96,7 @@ def _start(
         make_agent=make_agent,
         verify=context.verify,
         format=form,
-        sound_sizes=_sound_sizes(form, context.verify),
+        sound_sizes=sound_sizes(form.chunk_bytes, context.verify),
         most_chunks=most_chunks,
         shows_holes=abilities.shows_holes,
         open_flags=abilities.open_flags,
@@ -195,9 +195,10 @@ def request_limits(chunk_bytes: int, num_threads: int, most_pieces: int = 1) -> 
     return chunks, max(1, min(num_threads, soft // 4 // chunks))
 
 
-def _sound_sizes(form: ChunkFormat, verify: Verify) -> tuple[int, ...]:
+def sound_sizes(chunk_bytes: int, verify: Verify) -> tuple[int, ...]:
     """Sizes of a file whose chunk may be loaded; a bare one carries no checksum."""
-    return (form.file_bytes,) if verify is Verify.ALWAYS else (form.file_bytes, form.chunk_bytes)
+    file_bytes = chunk_bytes + TRAILER_BYTES
+    return (file_bytes,) if verify is Verify.ALWAYS else (file_bytes, chunk_bytes)
 
 
 def _agent_maker(

@@ -1,0 +1,87 @@
+"""Device memory straight to files: the same tokens from files as computed, whatever becomes of the files."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from offloading import ask, direct, offloading, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
+
+
+def wait_for_chunks(root: Path, count: int) -> list[Path]:
+    deadline = time.monotonic() + 60
+    while len(files := sorted(root.rglob("*.bin"))) < count:
+        assert time.monotonic() < deadline, f"{len(files)} of {count} chunk files after a minute"
+        time.sleep(0.05)
+    return files
+
+
+def flip_a_byte(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+def test_a_prefix_comes_back_from_files_after_eviction_and_a_killed_server(
+    serve, tiny_llama, tmp_path
+):
+    root = tmp_path / "kv"
+    tokens, others = prompt(1601, seed=31), prompt(801, seed=32)
+    server = serve(tiny_llama, direct(root), name="direct", max_model_len=2048)
+    cold, counted = ask(server, tokens)
+    assert counted.cached_tokens_by_source() == {}
+    files = wait_for_chunks(root, 50)
+
+    server.reset_prefix_cache()
+    hit, counted = ask(server, tokens)
+    assert hit.token_ids == cold.token_ids
+    assert counted.cached_tokens_by_source() == {"disk": 1600}
+    assert counted.computed_tokens() == 1
+
+    server.kill()
+    server.start()
+    back, counted = ask(server, tokens)
+    assert back.token_ids == cold.token_ids
+    assert counted.cached_tokens_by_source() == {"disk": 1600}
+    assert counted.total("vllm:pdoffload_tier_verified_chunks_total", tier="fs") == 50
+    assert sorted(root.rglob("*.bin")) == files, "what was there is not written again"
+
+    # A damaged file and one that goes behind the lookup's back: what stands before them is used.
+    by_age = sorted(files, key=lambda path: path.stat().st_mtime_ns)
+    flip_a_byte(by_age[-1])
+    by_age[-2].unlink()
+    server.reset_prefix_cache()
+    answer, counted = ask(server, tokens)
+    assert answer.token_ids == cold.token_ids
+    assert 1 < counted.computed_tokens() <= 1601
+    assert counted.total("vllm:pdoffload_tier_corrupt_chunks_total", tier="fs") == 1
+    assert counted.total("vllm:pdoffload_tier_vanished_chunks_total", tier="fs") == 1
+    assert counted.total("vllm:pdoffload_failed_device_loads_total") == 2
+    assert not by_age[-1].exists(), "a damaged file is removed"
+
+    # Computed anew they are stored anew, and then come back like the others.
+    server.reset_prefix_cache()
+    assert ask(server, tokens)[0].token_ids == cold.token_ids
+    assert wait_for_chunks(root, 50) == files
+    server.reset_prefix_cache()
+    answer, counted = ask(server, tokens)
+    assert answer.token_ids == cold.token_ids
+    assert counted.cached_tokens_by_source() == {"disk": 1600}
+    server.stop()
+
+    # The files are the tiering spec's own.
+    staged = serve(tiny_llama, offloading(root), name="staged", max_model_len=2048)
+    answer, counted = ask(staged, tokens)
+    assert answer.token_ids == cold.token_ids
+    assert counted.cached_tokens_by_source() == {"disk": 1600}
+    right = ask(staged, others)[0].token_ids
+    wait_for_chunks(root, 75)
+    staged.stop()
+    server.start()
+    answer, counted = ask(server, others)
+    assert answer.token_ids == right
+    assert counted.cached_tokens_by_source() == {"disk": 800}
