@@ -83,3 +83,32 @@ def test_a_prefix_comes_back_from_files_after_eviction_and_a_killed_server(
     answer, counted = ask(server, others)
     assert answer.token_ids == right
     assert counted.cached_tokens_by_source() == {"disk": 800}
+
+
+def test_several_groups_come_back_and_a_damaged_file_costs_a_recompute(
+    serve, tiny_hybrid, tmp_path
+):
+    """Sliding and full layers: chunks that use part of the tensors, requests named instead of blocks."""
+    root = tmp_path / "kv"
+    tokens = prompt(801, seed=33)
+    server = serve(tiny_hybrid, direct(root, blocks_per_chunk=2), max_model_len=2048)
+    right = ask(server, tokens)[0].token_ids
+    wait_for_chunks(root, 12)
+    quiet = sorted(root.rglob("*.bin"))
+    server.reset_prefix_cache()
+    answer, counted = ask(server, tokens)
+    assert answer.token_ids == right
+    assert counted.computed_tokens() < 801 - 64 * 10
+    loaded = counted.total("vllm:pdoffload_tier_loaded_chunks_total", tier="fs")
+    assert loaded > 0
+
+    for path in quiet:
+        flip_a_byte(path)
+    server.reset_prefix_cache()
+    answer, counted = ask(server, tokens)
+    assert answer.token_ids == right
+    assert counted.total("vllm:pdoffload_tier_corrupt_chunks_total", tier="fs") > 0
+    server.reset_prefix_cache()
+    assert ask(server, tokens)[0].token_ids == right
+    server.reset_prefix_cache()
+    assert ask(server, tokens)[0].token_ids == right

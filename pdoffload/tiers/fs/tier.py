@@ -123,6 +123,17 @@ class FsTier(Tier):
         self._queue.put(parts)
         self._pool.grow(False)
 
+    def withdraw(self, job_id: int) -> bool:
+        """Drop a store of which nothing has begun: it ends now, and `poll` says so. False if it has."""
+        self._enter()
+        parts = self._book.parts_of(job_id)
+        if not parts or not self._queue.remove_stores(parts):
+            return False
+        error = StorageError(self._base, "given up before its turn came")
+        for part in self._book.drop(job_id):
+            self._enter_outcome(failed_outcome(part, error))
+        return True
+
     def load(self, job: Job) -> None:
         self._enter()
         if self._pool.all_stuck():

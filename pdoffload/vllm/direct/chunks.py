@@ -108,7 +108,10 @@ class DeviceMemory(ChunkMemory):
         self.blocks_per_chunk = blocks_per_chunk
         self.caches = caches
         self._serial = itertools.count()
+        self._lock = threading.Lock()
         self._places: dict[int, tuple[JobPieces, int]] = {}
+        self._claimed: set[int] = set()
+        """Slots whose bytes have been asked of NIXL, or are about to be."""
 
     def __repr__(self) -> str:
         return f"<DeviceMemory {self.kind.value}, {len(self._places)} chunks in jobs>"
@@ -131,12 +134,40 @@ class DeviceMemory(ChunkMemory):
 
     def drop(self, slots: Sequence[int]) -> None:
         """No byte moves for these any more."""
-        for slot in slots:
-            del self._places[slot]
+        with self._lock:
+            for slot in slots:
+                self._places.pop(slot, None)
+                self._claimed.discard(slot)
+
+    def withdraw(self, slots: Sequence[int]) -> bool:
+        """Drop `slots` if nothing has been asked of NIXL for any of them; from then on nothing can be.
+
+        False, and nothing changes, where bytes may be moving or have moved.
+        """
+        with self._lock:
+            if not self._claimed.isdisjoint(slots):
+                return False
+            for slot in slots:
+                self._places.pop(slot, None)
+            return True
+
+    def claim(self, slots: Sequence[int]) -> None:
+        """NIXL is about to be asked to move these. Raises `TransferError` where one was withdrawn."""
+        with self._lock:
+            for slot in slots:
+                self._require(slot)
+            self._claimed.update(slots)
 
     def rows_of(self, slot: int) -> Rows:
-        pieces, index = self._places[slot]
+        """As `JobPieces.rows_of`. Raises `TransferError` for a slot that was dropped or withdrawn."""
+        pieces, index = self._require(slot)
         return pieces.rows_of(index)
+
+    def _require(self, slot: int) -> tuple[JobPieces, int]:
+        place = self._places.get(slot)
+        if place is None:
+            raise TransferError(f"the job of device chunk {slot} was given up before it began")
+        return place
 
     def misaligned(self) -> str:
         for number, tensor in enumerate(self.caches.tensors):
@@ -174,10 +205,12 @@ class _DeviceLane(LaneMemory):
         self._scratch = mmap.mmap(-1, most_chunks * memory.chunk_bytes)
         self._address = int(np.frombuffer(self._scratch, np.uint8).ctypes.data)
         agent.register_memory(self._address, len(self._scratch))
+        self._slots: Sequence[int] = ()
         self._chunks: list[tuple[Rows, Rows]] = []
         """Of each chunk (address, length, offset) on the device, and the same in the scratch."""
 
     def begin(self, op: Op, slots: Sequence[int]) -> None:
+        self._slots = slots
         self._chunks = []
         for number, slot in enumerate(slots):
             rows = self._memory.rows_of(slot)
@@ -190,6 +223,7 @@ class _DeviceLane(LaneMemory):
             self._chunks.append((rows, gaps))
 
     def sides(self) -> list[Side]:
+        self._memory.claim(self._slots)
         device = _side(self._memory.kind, [rows for rows, _ in self._chunks])
         device.memory[:, 2] = self._memory.caches.device_id
         scratch = _side(MemoryKind.DRAM, [gaps for _, gaps in self._chunks])

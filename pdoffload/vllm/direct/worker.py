@@ -2,7 +2,8 @@
 
 A store ends when the tier says how it went: nothing of it can be published later, whatever its I/O still
 reads. A load that failed is reported when no byte of it can land any more, because its blocks are computed
-anew at once. Where that takes too long there is no right way on, and the engine stops.
+anew at once. Where that takes too long there is no right way on, and the engine stops. When the engine needs
+blocks back, stores that have not begun are given up: it does not wait for a disk's backlog.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class NixlDirectWorker(OffloadingWorker):
         self._timeout_s = timeout_s
         self._clock = clock
         self._running: dict[int, _Running] = {}
-        self._late_stores: dict[int, tuple[int, ...]] = {}
-        """Slots of stores that have ended for the engine and not for the kernel."""
+        self._late: dict[int, tuple[int, ...]] = {}
+        """Slots of jobs that have ended for the engine and are not settled."""
         self._finished: list[TransferResult] = []
         self._failed_loads: list[FailedLoad] = []
         self._news: list[DirectNews] = []
@@ -108,6 +109,9 @@ class NixlDirectWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Until these jobs have let go of their blocks. Bounded: each ends by its deadline, and a load
         that does not let go stops the engine."""
+        for job_id in job_ids & self._running.keys():
+            if not self._running[job_id].is_load:
+                self._tier.withdraw(job_id)
         patience = Patience(self._clock)
         while not job_ids.isdisjoint(self._running):
             self._take_in()
@@ -176,14 +180,14 @@ class NixlDirectWorker(OffloadingWorker):
                 )
 
     def _enter(self, news: JobResult | Settled) -> None:
-        if news.job_id in self._late_stores:
-            self._memory.drop(self._late_stores.pop(news.job_id))
+        if news.job_id in self._late:
+            self._memory.drop(self._late.pop(news.job_id))
             return
         job = self._running[news.job_id]
         if isinstance(news, Settled):
             assert job.result is not None
             self._end(news.job_id, job, job.result)
-        elif job.is_load and not news.settled:
+        elif job.is_load and not news.settled and not self._never_began(job, news):
             job.result = news
             wait_s = (SETTLE_DEADLINES - 1) * self._timeout_s
             job.give_up_s = self._clock.monotonic_s() + wait_s
@@ -196,12 +200,19 @@ class NixlDirectWorker(OffloadingWorker):
         else:
             self._end(news.job_id, job, news)
 
+    def _never_began(self, job: _Running, result: JobResult) -> bool:
+        """Whether nothing was asked of NIXL for the chunks that failed: a thread hangs in the file system
+        before that, and when it comes back it will not ask."""
+        bad = {key for key, _ in result.failed}
+        slots = [slot for key, slot in zip(job.keys, job.slots, strict=True) if key in bad]
+        return self._memory.withdraw(slots)
+
     def _end(self, job_id: int, job: _Running, result: JobResult) -> None:
-        if job.is_load or result.settled:
+        if result.settled or job.result is not None:
             self._memory.drop(job.slots)
         else:
-            # What its I/O still reads goes into a file without a name.
-            self._late_stores[job_id] = job.slots
+            # What a store's I/O still reads goes into a file without a name.
+            self._late[job_id] = job.slots
         del self._running[job_id]
         self._finished.append(
             TransferResult(

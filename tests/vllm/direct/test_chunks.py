@@ -16,7 +16,7 @@ from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.agent.driver import Verdict
 from pdoffload.agent.transfer import TransferState
-from pdoffload.errors import CorruptChunk, MisuseError, NixlError
+from pdoffload.errors import CorruptChunk, MisuseError, NixlError, TransferError
 from pdoffload.testing.agents import FakeAgent, FakeDriver
 from pdoffload.testing.tier_rig import context_of, keys_of
 from pdoffload.tiers.base import Job, Verify
@@ -263,5 +263,19 @@ def test_a_slot_is_known_until_it_is_dropped():
     slots = device.memory.add(device.runs([0, 1, 2, 3]), 2, nothing)
     assert np.diff(slots).tolist() == [1]
     device.memory.drop(slots)
-    with pytest.raises(KeyError):
+    with pytest.raises(TransferError, match="given up before it began"):
         device.memory.rows_of(slots[0])
+
+
+def test_what_was_withdrawn_is_never_asked_for_and_the_other_way_round():
+    device = Device(2)
+    first, second = device.memory.add(device.runs([0, 1, 2, 3]), 2, nothing)
+    lane = device.memory.open(FakeAgent(), 2)
+    lane.begin(Op.READ, [first])
+    assert device.memory.withdraw([first])
+    with pytest.raises(TransferError, match="given up before it began"):
+        lane.sides()
+    lane.begin(Op.READ, [second])
+    lane.sides()
+    assert not device.memory.withdraw([second])
+    assert len(device.memory.rows_of(second))

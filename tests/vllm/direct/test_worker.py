@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -31,13 +33,13 @@ TIMEOUT_S = 5.0
 class Bench:
     """A device of 12 blocks, two of them to a chunk."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **settings) -> None:
         self.root = root
         self.device = Device(2)
         self.driver = FakeDriver()
         self.clock = ShiftedClock()
         self.tier = FsTier(
-            FsTierConfig(root_dir=str(root), min_free_bytes=0),
+            FsTierConfig(root_dir=str(root), min_free_bytes=0, **settings),
             self.device.context(clock=self.clock, transfer_timeout_s=TIMEOUT_S),
             make_agent=lambda name: FakeAgent(name, driver=self.driver, clock=self.clock),
         )
@@ -63,10 +65,20 @@ class Bench:
         return Path(self.tier.path(keys_of(name)[0]))
 
     def ended(self, *job_ids: int) -> list[base.TransferResult]:
-        self.worker.wait(set(job_ids))
-        results = self.worker.get_finished()
+        """The results of these jobs, which end by themselves."""
+        results: list[base.TransferResult] = []
+        self.until(
+            lambda: results.extend(self.worker.get_finished()) or len(results) >= len(job_ids)
+        )
         assert sorted(result.job_id for result in results) == sorted(job_ids)
         return results
+
+    def flushed(self, job_id: int) -> base.TransferResult:
+        """The result of a job whose blocks the engine wants back."""
+        self.worker.wait({job_id})
+        (result,) = self.worker.get_finished()
+        assert result.job_id == job_id
+        return result
 
     def until(self, met) -> None:
         deadline_s = time.monotonic() + 30
@@ -189,11 +201,10 @@ def test_c22_a_wait_returns_when_the_blocks_may_change(bench):
     bench.store(1, "a", [0, 1])
     bench.begun(1)
     bench.clock.shift_s += TIMEOUT_S
-    (result,) = bench.ended(1)
-    assert result.success
+    assert bench.flushed(1).success
     bench.device.blank()
     bench.driver.let_go()
-    bench.until(lambda: not bench.worker._late_stores or bench.worker.get_finished())
+    bench.until(lambda: not bench.worker._late or bench.worker.get_finished())
     assert not bench.path("a").exists()
     assert bench.worker.take_news()[0] == DirectNews()
 
@@ -209,7 +220,7 @@ def test_c22_bytes_that_were_read_after_the_deadline_get_no_name(bench):
     bench.driver.check = late
     bench.store(1, "a", [0, 1])
     bench.ended(1)
-    bench.until(lambda: not bench.worker._late_stores or bench.worker.get_finished())
+    bench.until(lambda: not bench.worker._late or bench.worker.get_finished())
     assert not bench.path("a").exists()
     assert bench.worker.take_news()[0] == DirectNews()
 
@@ -243,6 +254,51 @@ def test_a_load_that_is_never_over_stops_the_engine(bench):
         bench.worker.get_finished()
     with pytest.raises(TransferError, match="may still write into device"):
         bench.worker.wait({2})
+
+
+def test_c25_a_load_that_hangs_before_anything_was_asked_ends_at_its_deadline(bench, monkeypatch):
+    """A mount that hangs in `open`: no byte can land, and what comes of the thread moves none."""
+    bench.store(1, "a", [0, 1])
+    bench.ended(1)
+    hanging, released = threading.Event(), threading.Event()
+    real = os.open
+
+    def hang(path, flags, *more, **named):
+        if str(path).endswith(".bin"):
+            hanging.set()
+            assert released.wait(30)
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", hang)
+    bench.device.blank()
+    bench.load(2, "a", [2, 3])
+    assert hanging.wait(30)
+    bench.clock.shift_s += TIMEOUT_S
+    (result,) = bench.ended(2)
+    assert result.success
+    (failed,) = bench.worker.take_failed_loads()
+    assert failed.block_ids == {2, 3}
+    released.set()
+    bench.until(lambda: not bench.worker._late or bench.worker.get_finished())
+    assert not bench.device.tensors[0].any(), "the thread came back and wrote into blocks in use"
+
+
+def test_c25_a_flush_gives_up_stores_that_have_not_begun(tmp_path):
+    """One thread a side is busy; what waits behind them is dropped, not waited for."""
+    bench = Bench(tmp_path, n_read_threads=1, n_write_threads=1)
+    bench.driver.hold()
+    bench.store(0, "a", [0, 1])
+    bench.begun(0)
+    for number, name in enumerate("bcd", 1):
+        bench.store(number, name, [0, 1])
+    assert bench.flushed(3).success
+    assert bench.worker.take_news()[-1].stats.dropped_stores == 1
+    bench.driver.let_go()
+    bench.ended(0, 1, 2)
+    assert bench.path("a").exists()
+    assert not bench.path("d").exists()
+    assert not bench.tier.stats().degraded
+    bench.worker.shutdown()
 
 
 # --- misuse ---
