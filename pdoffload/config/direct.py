@@ -42,6 +42,11 @@ def direct_problems(
                 f"secondary_tiers[0].max_bytes: got {tier.max_bytes}; {DIRECT_SPEC} keeps no quota in "
                 "this version; leave it out: min_free_bytes is kept"
             )
+        if tier.io == "posix_aio":
+            problems.append(
+                'secondary_tiers[0].io: got "posix_aio"; after one failed read that queue never tells '
+                "when device memory is left alone; allowed: auto, uring, aio"
+            )
     elif tier is not None:
         problems.append(f"secondary_tiers[0].type: got {shown(tier.type)}; {_ONE_TABLE}")
     return problems

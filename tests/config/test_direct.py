@@ -51,6 +51,7 @@ def test_with_a_host_pool_they_still_are(given: dict[str, Any], said: str, spec:
         ([{"type": "p2p"}], 'secondary_tiers[0].type: got "p2p"; '),
         ([{"type": "Mine", "module_path": "my.tiers"}], 'secondary_tiers[0].type: got "Mine"; '),
         ([{**FS, "max_bytes": 1 << 30}], "secondary_tiers[0].max_bytes: got 1073741824; "),
+        ([{**FS, "io": "posix_aio"}], 'secondary_tiers[0].io: got "posix_aio"; after one failed'),
         ("/kv", 'secondary_tiers: got "/kv"; allowed: a list of tier tables'),
         ([{"type": "fs"}], "secondary_tiers[0].root_dir: required and missing"),
     ],

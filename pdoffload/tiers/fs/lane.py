@@ -125,6 +125,7 @@ class Lane:
         """What a chunk took lately."""
         self.transfers: tuple[Transfer, ...] = ()
         """Those of the last request: one for each kind of memory."""
+        terms.memory.enter_thread()
         self.agent = terms.make_agent(name)
         try:
             self.chunks = terms.memory.open(self.agent, terms.most_chunks)

@@ -69,6 +69,9 @@ class ChunkMemory(ABC):
     def misaligned(self) -> str:
         """Why direct I/O cannot take these addresses, or empty."""
 
+    def enter_thread(self) -> None:  # noqa: B027 - only a GPU needs it
+        """Called first on every I/O thread, before it opens an agent."""
+
     @abstractmethod
     def open(self, agent: Agent, most_chunks: int) -> LaneMemory:
         """Make it known to `agent`, for requests of up to `most_chunks`."""

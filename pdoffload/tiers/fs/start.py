@@ -13,6 +13,7 @@ import msgspec
 
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import PosixBackend
+from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.agent.nixl import NixlAgent, probe
 from pdoffload.config import FsTierConfig
 from pdoffload.errors import ConfigError
@@ -204,6 +205,10 @@ def sound_sizes(chunk_bytes: int, verify: Verify) -> tuple[int, ...]:
 def _agent_maker(
     config: FsTierConfig, context: FsContext, *, direct: bool, most_ios: int
 ) -> MakeAgent:
+    if context.memory.kind is not MemoryKind.DRAM:
+        raise ConfigError(
+            [f"backend: POSIX does not reach {context.memory.kind.value}; GDS_MT or GDS is needed"]
+        )
     backends = [
         posix_backend(config, direct=direct, most_ios=most_ios),
         *context.memory.more_backends(),

@@ -96,7 +96,15 @@ class DeviceMemory(ChunkMemory):
     by an agent that can do so beside reaching files. Nothing else passes through the host.
     """
 
-    def __init__(self, caches: DeviceCaches, *, chunk_bytes: int, blocks_per_chunk: int) -> None:
+    def __init__(
+        self,
+        caches: DeviceCaches,
+        *,
+        chunk_bytes: int,
+        blocks_per_chunk: int,
+        enter_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`enter_thread` is called first on every I/O thread: a GPU's context belongs to a thread."""
         needed = caches.block_bytes * blocks_per_chunk
         if needed > chunk_bytes:
             raise MisuseError(f"a chunk of this worker takes {needed} bytes, a file {chunk_bytes}")
@@ -107,6 +115,7 @@ class DeviceMemory(ChunkMemory):
         self.most_pieces = 2 * blocks_per_chunk * max(map(len, caches.groups)) + 1
         self.blocks_per_chunk = blocks_per_chunk
         self.caches = caches
+        self._enter_thread = enter_thread
         self._serial = itertools.count()
         self._lock = threading.Lock()
         self._places: dict[int, tuple[JobPieces, int]] = {}
@@ -181,6 +190,9 @@ class DeviceMemory(ChunkMemory):
                 if ref.page_bytes % PAGE_BYTES:
                     return f"a layer uses {ref.page_bytes} bytes of a page, no whole page"
         return ""
+
+    def enter_thread(self) -> None:
+        self._enter_thread()
 
     def open(self, agent: Agent, most_chunks: int) -> LaneMemory:
         for address, size_bytes in self.caches.storages:

@@ -19,7 +19,7 @@ from pdoffload.clock import SYSTEM_CLOCK
 from pdoffload.config import DIRECT_SPEC, FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
-from pdoffload.memory.device import view_caches
+from pdoffload.memory.device import enter_thread, view_caches
 from pdoffload.tiers.fs.lane import MakeAgent
 from pdoffload.tiers.fs.lookup import FileLookup
 from pdoffload.tiers.fs.memory import FsContext
@@ -128,7 +128,10 @@ class NixlDirectOffloadingSpec(OffloadingSpec):
             ],
         )
         memory = DeviceMemory(
-            caches, chunk_bytes=self.chunk_bytes, blocks_per_chunk=self.blocks_per_chunk
+            caches,
+            chunk_bytes=self.chunk_bytes,
+            blocks_per_chunk=self.blocks_per_chunk,
+            enter_thread=lambda: enter_thread(caches),
         )
         context = FsContext(
             memory=memory,

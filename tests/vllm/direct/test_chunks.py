@@ -16,10 +16,12 @@ from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.agent.driver import Verdict
 from pdoffload.agent.transfer import TransferState
-from pdoffload.errors import CorruptChunk, MisuseError, NixlError, TransferError
+from pdoffload.config import FsTierConfig
+from pdoffload.errors import ConfigError, CorruptChunk, MisuseError, NixlError, TransferError
 from pdoffload.testing.agents import FakeAgent, FakeDriver
 from pdoffload.testing.tier_rig import context_of, keys_of
 from pdoffload.tiers.base import Job, Verify
+from pdoffload.tiers.fs.tier import FsTier
 from pdoffload.vllm.copies import chunks_of
 from pdoffload.vllm.direct.chunks import DeviceMemory
 
@@ -227,6 +229,29 @@ def test_a_gpu_with_verify_off_copies_nothing_to_the_host(tmp_path):
         load(tier, device, device.runs([2, 3]), "a")
     assert not driver.copied
     assert device.memory.more_backends() == (UcxBackend(),)
+
+
+def test_posix_does_not_reach_a_gpu(tmp_path):
+    with pytest.raises(ConfigError, match="POSIX does not reach VRAM; GDS_MT or GDS is needed"):
+        FsTier(FsTierConfig(root_dir=str(tmp_path)), Device(on_gpu=True).context())
+
+
+def test_a_gpus_context_is_made_the_threads_own_before_it_opens_an_agent(tmp_path):
+    device, seen = Device(2, on_gpu=True), []
+    device.memory = DeviceMemory(
+        device.caches,
+        chunk_bytes=device.geometry.chunk_bytes,
+        blocks_per_chunk=2,
+        enter_thread=lambda: seen.append("thread"),
+    )
+
+    def open_agent(name):
+        seen.append("agent")
+        return FakeAgent(name)
+
+    with open_tier(tmp_path, device.context(), make_agent=open_agent) as tier:
+        store(tier, device, device.runs([0, 1]), "a")
+    assert seen[:2] == ["thread", "agent"]
 
 
 # --- what does not fit ---
