@@ -29,11 +29,11 @@ def test_a_prefix_comes_back_from_files_after_eviction_and_a_killed_server(
     serve, tiny_llama, tmp_path
 ):
     root = tmp_path / "kv"
-    tokens, others = prompt(1601, seed=31), prompt(801, seed=32)
+    tokens, others, cut_off = (prompt(n, seed=s) for n, s in ((1601, 31), (801, 32), (801, 34)))
     server = serve(tiny_llama, direct(root), name="direct", max_model_len=2048)
     cold, counted = ask(server, tokens)
     assert counted.cached_tokens_by_source() == {}
-    files = wait_for_chunks(root, 50)
+    first_files = wait_for_chunks(root, 50)
 
     server.reset_prefix_cache()
     hit, counted = ask(server, tokens)
@@ -41,30 +41,37 @@ def test_a_prefix_comes_back_from_files_after_eviction_and_a_killed_server(
     assert counted.cached_tokens_by_source() == {"disk": 1600}
     assert counted.computed_tokens() == 1
 
+    # Killed while the files of another prompt are being written: what is whole is used, the rest is not.
+    half = ask(server, cut_off)[0].token_ids
     server.kill()
     server.start()
+    assert not list(root.glob("*/.tmp/*/*.part")), "remains of the killed process"
+    assert ask(server, cut_off)[0].token_ids == half
+    files = wait_for_chunks(root, 75)
+    before = server.metrics()
     back, counted = ask(server, tokens)
     assert back.token_ids == cold.token_ids
     assert counted.cached_tokens_by_source() == {"disk": 1600}
-    assert counted.total("vllm:pdoffload_tier_verified_chunks_total", tier="fs") == 50
+    told = server.metrics().since(before)
+    assert told.total("vllm:pdoffload_tier_verified_chunks_total", tier="fs") == 50
     assert sorted(root.rglob("*.bin")) == files, "what was there is not written again"
 
     # A damaged file and one that goes behind the lookup's back: what stands before them is used.
-    by_age = sorted(files, key=lambda path: path.stat().st_mtime_ns)
-    flip_a_byte(by_age[-1])
-    by_age[-2].unlink()
+    damaged, missing = first_files[10], first_files[30]
+    flip_a_byte(damaged)
+    missing.unlink()
     server.reset_prefix_cache()
     answer, counted = ask(server, tokens)
     assert answer.token_ids == cold.token_ids
     assert counted.total("vllm:pdoffload_tier_corrupt_chunks_total", tier="fs") == 1
     assert counted.total("vllm:pdoffload_tier_vanished_chunks_total", tier="fs") == 1
     assert counted.total("vllm:pdoffload_failed_device_loads_total") == 2
-    assert not by_age[-1].exists(), "a damaged file is removed"
+    assert not damaged.exists(), "a damaged file is removed"
 
     # Computed anew they are stored anew, and then come back like the others.
     server.reset_prefix_cache()
     assert ask(server, tokens)[0].token_ids == cold.token_ids
-    assert wait_for_chunks(root, 50) == files
+    assert wait_for_chunks(root, 75) == files
     server.reset_prefix_cache()
     answer, counted = ask(server, tokens)
     assert answer.token_ids == cold.token_ids
@@ -77,7 +84,7 @@ def test_a_prefix_comes_back_from_files_after_eviction_and_a_killed_server(
     assert answer.token_ids == cold.token_ids
     assert counted.cached_tokens_by_source() == {"disk": 1600}
     right = ask(staged, others)[0].token_ids
-    wait_for_chunks(root, 75)
+    wait_for_chunks(root, 100)
     staged.stop()
     server.start()
     answer, counted = ask(server, others)

@@ -35,6 +35,9 @@ _CLOSE_S = 1.0
 
 MakeAgent = Callable[[str], Agent]
 
+_left_behind: list[Lane] = []
+"""Lanes whose pages the kernel may still write to: never to be freed."""
+
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What all I/O threads of a tier share. Nothing in it changes."""
@@ -223,8 +226,12 @@ class Lane:
             patience.pause()
 
     def close(self) -> bool:
-        """Give the agent back. False where bytes may still move: they are left to the kernel."""
-        return not self.agent.close(timeout_s=_CLOSE_S)
+        """Give the agent back. False where bytes may still move: they are left to the kernel, and this
+        lane's memory with them, for as long as the process lives."""
+        if not self.agent.close(timeout_s=_CLOSE_S):
+            return True
+        _left_behind.append(self)
+        return False
 
 
 def _with_trailers(sides: list[Side], trailers: Side) -> list[Side]:
