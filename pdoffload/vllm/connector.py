@@ -83,7 +83,7 @@ class PdOffloadConnector(OffloadingConnector):
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         reported = super().build_connector_worker_meta()
-        worker = self._copies
+        worker = None if self.connector_worker is None else self.connector_worker.worker
         if not isinstance(worker, NixlDirectWorker) or not (news := worker.take_news()):
             return reported
         told = reported or OffloadingWorkerMetadata()

@@ -224,7 +224,9 @@ class NixlDirectWorker(OffloadingWorker):
         )
         if result.failed:
             key, error = result.failed[0]
-            logger.warning(
+            # Of stores the tier itself warns, once per change: one that fails costs nobody anything.
+            logger.log(
+                logging.WARNING if job.is_load else logging.INFO,
                 "%s: %d of %d chunks failed; first: %s: %s",
                 "load" if job.is_load else "store",
                 len(result.failed),
