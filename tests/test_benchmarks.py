@@ -104,6 +104,16 @@ def test_eviction_smoke(tmp_path: Path) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.vllm
+def test_direct_smoke(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rows = _smoke("direct", tmp_path, "--dir", str(disk))["rows"]
+    assert [row["case"]["direction"] for row in rows] == ["store", "load"]
+    assert not list(disk.iterdir()), "chunk files were left behind"
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
 def test_scheduler_smoke(tmp_path: Path) -> None:
     shared_memory = Path("/dev/shm")
     before = {entry.name for entry in shared_memory.iterdir()}

@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
+from pdoffload.config.direct import direct_problems, direct_warnings, missing_host_bytes
 from pdoffload.config.options import (
     ADAPTER_MODULE,
     BUILT_IN_POLICIES,
     CPU_SPEC,
-    LATER_SPECS,
+    DIRECT_SPEC,
     LATER_TIER_TYPES,
     SPECS,
     TIER_TYPES,
@@ -38,6 +39,7 @@ from pdoffload.layout import Geometry
 __all__ = [
     "ADAPTER_MODULE",
     "CPU_SPEC",
+    "DIRECT_SPEC",
     "SPECS",
     "TIERING_SPEC",
     "CustomTierConfig",
@@ -72,6 +74,10 @@ def parse(extra_config: Mapping[str, Any]) -> OffloadConfig:
     values = read(OffloadConfig, given, "", problems)
     tiers = _read_tiers(given_tiers, problems)
     problems += _spec_problems(values, bool(tiers))
+    if values.get("spec_name") == DIRECT_SPEC:
+        problems += direct_problems(values, given_tiers, tiers)
+    elif "cpu_bytes_to_use" not in given or given["cpu_bytes_to_use"] is None:
+        problems.append(missing_host_bytes(given))
     problems += _chunk_problems(extra_config)
     problems += _policy_problems(values)
     problems += _shared_root_problems(tiers)
@@ -135,11 +141,7 @@ def _mode_problems(values: Mapping[str, Any], given: Mapping[str, Any], where: s
 def _spec_problems(values: Mapping[str, Any], has_tiers: bool) -> list[str]:
     spec, module = values.get("spec_name", CPU_SPEC), values.get("spec_module_path")
     problems = []
-    if spec in LATER_SPECS:
-        problems.append(
-            f"spec_name: {spec!r} is not available in this version; available: {', '.join(SPECS)}"
-        )
-    elif spec not in SPECS and module in (None, ADAPTER_MODULE):
+    if spec not in SPECS and module in (None, ADAPTER_MODULE):
         problems.append(
             f"spec_name: got {shown(spec)}; {suggestion(spec, SPECS)}; "
             "a spec from elsewhere needs spec_module_path"
@@ -149,7 +151,7 @@ def _spec_problems(values: Mapping[str, Any], has_tiers: bool) -> list[str]:
             f"secondary_tiers: {CPU_SPEC} has host memory alone; set spec_name to {TIERING_SPEC}"
         )
     threshold = values.get("store_threshold", 0)
-    if threshold >= 2 and (spec == TIERING_SPEC or has_tiers):
+    if threshold >= 2 and spec != DIRECT_SPEC and (spec == TIERING_SPEC or has_tiers):
         problems.append(
             f"store_threshold: got {threshold}; with {TIERING_SPEC} or secondary_tiers every "
             "block is stored; allowed: 0 or 1"
@@ -222,6 +224,8 @@ def geometry(
             f"geometry needs numbers above 0, got worker_bytes_per_block={worker_bytes_per_block}, "
             f"num_copies={num_copies}, blocks_per_chunk={blocks_per_chunk}"
         )
+    if config.cpu_bytes_to_use is None:
+        raise MisuseError(f"{config.spec_name} has no host pool")
     one = Geometry(
         num_slots=1, worker_bytes=worker_bytes_per_block * blocks_per_chunk, num_copies=num_copies
     )
@@ -242,6 +246,8 @@ def warnings(config: OffloadConfig) -> list[str]:
     found = []
     if config.spec_name == TIERING_SPEC and not config.secondary_tiers:
         found.append(f"secondary_tiers: none, so {TIERING_SPEC} keeps chunks in host memory alone")
+    if config.spec_name == DIRECT_SPEC:
+        found += direct_warnings(config)
     if config.verify is Verify.OFF:
         found.append("verify: off, so a chunk damaged on disk reaches the model unnoticed")
     if config.eviction_policy in BUILT_IN_POLICIES and config.cache_policy_module_path:

@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from pdoffload.config import parse, warnings
-from pdoffload.config.options import ADAPTER_MODULE, SPECS, ModulePath, Name, OffloadConfig
+from pdoffload.config.options import (
+    ADAPTER_MODULE,
+    DIRECT_SPEC,
+    SPECS,
+    ModulePath,
+    Name,
+    OffloadConfig,
+)
 from pdoffload.config.reading import about, name_text, read, shown, suggestion
 from pdoffload.errors import ConfigError
 
@@ -164,6 +171,11 @@ def _path_problems(values: Mapping[str, Any], extra: Mapping[str, Any]) -> list[
         return [
             f"spec_name: required and missing; under {STOCK_CONNECTOR} vLLM's own spec would run; "
             f"allowed: {', '.join(SPECS)}"
+        ]
+    if extra["spec_name"] == DIRECT_SPEC:
+        return [
+            f"kv_connector: {DIRECT_SPEC} needs {OWN_CONNECTOR}; under {STOCK_CONNECTOR} a chunk file "
+            "that cannot be read would stop the engine"
         ]
     if extra.get("spec_module_path") is None:
         return [f'spec_module_path: required and missing; allowed: "{ADAPTER_MODULE}"']

@@ -17,9 +17,8 @@ from pdoffload.config.reading import Unit, about
 
 CPU_SPEC = "NixlCPUOffloadingSpec"
 TIERING_SPEC = "NixlTieringOffloadingSpec"
-SPECS = (CPU_SPEC, TIERING_SPEC)
-LATER_SPECS = ("NixlDirectOffloadingSpec",)
-"""Named in the plan, not in this version: told apart from a misspelt name."""
+DIRECT_SPEC = "NixlDirectOffloadingSpec"
+SPECS = (CPU_SPEC, TIERING_SPEC, DIRECT_SPEC)
 ADAPTER_MODULE = "pdoffload.vllm"
 
 TIER_TYPES = ("fs", "p2p")
@@ -261,7 +260,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         Name,
         about(
             f"`{CPU_SPEC}`: host memory alone. `{TIERING_SPEC}`: host memory first, then the "
-            "`secondary_tiers` in their order.",
+            f"`secondary_tiers` in their order. `{DIRECT_SPEC}`: device memory straight to the one `fs` "
+            "table in `secondary_tiers`.",
             allowed=f"{', '.join(SPECS)}, or a class in spec_module_path",
         ),
     ] = CPU_SPEC
@@ -274,8 +274,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     cpu_bytes_to_use: Annotated[
-        HostBytes, about("Host bytes over all workers together, not per worker.", unit=Unit.BYTES)
-    ]
+        HostBytes | None,
+        about(
+            "Host bytes over all workers together, not per worker. Required, but for "
+            f"`{DIRECT_SPEC}`, which has no host pool.",
+            unit=Unit.BYTES,
+        ),
+    ] = None
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)] | None,
         about(

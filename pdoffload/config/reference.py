@@ -64,6 +64,8 @@ It exits with 0 and prints every setting as it will be used, or with 2 and one l
 - Not together: `block_size` and `blocks_per_chunk`; `store_threshold` of 2 or more and several
   tiers; `secondary_tiers` and `NixlCPUOffloadingSpec`; two `fs` tiers with one `root_dir`; two `p2p`
   tiers.
+- `NixlDirectOffloadingSpec` wants one table of type `fs` in `secondary_tiers`, without `max_bytes`, the
+  connector `PdOffloadConnector`, and one worker. Settings of the host pool are not used then.
 
 Settings that work but are perhaps not meant so (a tiering spec without tiers, `verify` off, a
 relative `root_dir`, a `p2p` tier without authentication) are warnings.
@@ -106,8 +108,7 @@ loaded, so sharing with stock vLLM needs `if_present`.
 """
 
 _TAIL = """
-The tier type `obj` and the spec `NixlDirectOffloadingSpec` belong to later versions; naming one is a problem
-that says so.
+The tier type `obj` belongs to a later version; naming it is a problem that says so.
 """
 
 

@@ -77,6 +77,17 @@ class JobBook:
             if part.started_s is not None and now_s - part.started_s >= timeout_s
         ]
 
+    def drop(self, job_id: int) -> list[Part]:
+        """Count the store as dropped, and return its parts, which the caller fails at once."""
+        live = self._jobs[job_id]
+        live.dropped = True
+        return list(live.parts)
+
+    def parts_of(self, job_id: int) -> list[Part]:
+        """Parts of the job that have not ended; none for a job that is not live."""
+        live = self._jobs.get(job_id)
+        return [] if live is None else list(live.parts)
+
     def begun(self) -> list[Part]:
         """Parts that have not ended."""
         return [part for live in self._jobs.values() for part in live.parts]

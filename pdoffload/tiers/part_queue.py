@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdoffload.tiers.parts import Part
 
@@ -123,6 +123,16 @@ class PartQueue:
         """A reader has ended the stores it was given."""
         with self._lock:
             self._readers_storing -= 1
+
+    def remove_stores(self, parts: Collection[Part]) -> bool:
+        """Take `parts` out if all of them still wait; False, and nothing changes, if not."""
+        with self._lock:
+            kept = deque(part for part in self._stores if part not in parts)
+            if len(self._stores) - len(kept) != len(parts):
+                return False
+            self._stores = kept
+            self._waiting_stores -= sum(len(part.keys) for part in parts)
+            return True
 
     def drain(self) -> list[Part]:
         """Take everything that waits out of the queue."""

@@ -12,6 +12,7 @@ from typing import Any
 _HOMES = {
     "PdOffloadConnector": "pdoffload.vllm.connector",
     "NixlCPUOffloadingSpec": "pdoffload.vllm.spec",
+    "NixlDirectOffloadingSpec": "pdoffload.vllm.direct.spec",
     "NixlTieringOffloadingSpec": "pdoffload.vllm.spec",
 }
 

@@ -33,8 +33,12 @@ KNOWN_VERSIONS = ("0.32", "0.33")
 """Minor versions the adapter was checked against."""
 
 CONNECTOR = "PdOffloadConnector"
-SPEC_MODULE = "pdoffload.vllm.spec"
-BUILT_IN_SPECS = ("NixlCPUOffloadingSpec", "NixlTieringOffloadingSpec")
+BUILT_IN_SPECS = {
+    "NixlCPUOffloadingSpec": "pdoffload.vllm.spec",
+    "NixlTieringOffloadingSpec": "pdoffload.vllm.spec",
+    "NixlDirectOffloadingSpec": "pdoffload.vllm.direct.spec",
+}
+"""Our specs and their modules; the first is the default."""
 
 _engine_config: contextvars.ContextVar[VllmConfig | None] = contextvars.ContextVar(
     "pdoffload_engine_config", default=None
@@ -81,10 +85,10 @@ def adopt_defaults(extra_config: dict[str, Any]) -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "pdoffload.vllm.connector", CONNECTOR)
     registered = OffloadingSpecFactory._registry
-    for name in BUILT_IN_SPECS:
+    for name, module in BUILT_IN_SPECS.items():
         if name not in registered:
-            OffloadingSpecFactory.register_spec(name, SPEC_MODULE, name)
-    extra_config.setdefault("spec_name", BUILT_IN_SPECS[0])
+            OffloadingSpecFactory.register_spec(name, module, name)
+    extra_config.setdefault("spec_name", next(iter(BUILT_IN_SPECS)))
 
 
 @contextlib.contextmanager
@@ -95,6 +99,11 @@ def building_for(vllm_config: VllmConfig) -> Iterator[None]:
         yield
     finally:
         _engine_config.reset(token)
+
+
+def under_our_connector() -> bool:
+    """Whether it is our connector that builds a spec at this moment."""
+    return _engine_config.get() is not None
 
 
 def run_config(spec: OffloadingSpec, model_identity: str | None) -> RunConfig:

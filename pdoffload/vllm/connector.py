@@ -18,6 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from pdoffload import config as settings
 from pdoffload.errors import ConfigError
 from pdoffload.vllm import compat
+from pdoffload.vllm.direct.jobs import DirectWorkerMetadata
+from pdoffload.vllm.direct.manager import NixlDirectManager
+from pdoffload.vllm.direct.worker import NixlDirectWorker
 from pdoffload.vllm.manager import NixlOffloadingManager
 from pdoffload.vllm.worker import NixlOffloadingWorker
 
@@ -78,15 +81,23 @@ class PdOffloadConnector(OffloadingConnector):
                 results.failed_recving.add(request_id)
         return results
 
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        reported = super().build_connector_worker_meta()
+        worker = None if self.connector_worker is None else self.connector_worker.worker
+        if not isinstance(worker, NixlDirectWorker) or not (news := worker.take_news()):
+            return reported
+        told = reported or OffloadingWorkerMetadata()
+        return DirectWorkerMetadata(told.completed_jobs, told.transfer_stats, news)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     @property
-    def _copies(self) -> NixlOffloadingWorker:
+    def _copies(self) -> NixlOffloadingWorker | NixlDirectWorker:
         assert self.connector_worker is not None
         worker = self.connector_worker.worker
-        if not isinstance(worker, NixlOffloadingWorker):
+        if not isinstance(worker, NixlOffloadingWorker | NixlDirectWorker):
             raise ConfigError(
                 [
                     f"spec_name: PdOffloadConnector works with {' or '.join(compat.BUILT_IN_SPECS)}, "
@@ -115,6 +126,12 @@ class PdOffloadConnector(OffloadingConnector):
                     if self._flushing[job_id] <= 0:
                         del self._flushing[job_id]
             self._release_if_flushed()
+        if isinstance(reported, DirectWorkerMetadata):
+            assert self.connector_scheduler is not None
+            manager = self.connector_scheduler.manager
+            assert isinstance(manager, NixlDirectManager)
+            for news in reported.news:
+                manager.on_news(news)
         super().update_connector_output(connector_output)
 
     def _release_if_flushed(self) -> None:

@@ -91,6 +91,10 @@ _PEER_GAUGES = {
     "kept_slots": "Slots of the host pool kept for peers or being sent to them.",
 }
 
+_DIRECT_COUNTERS = ("lookups", "stores_refused", "failed_device_loads")
+"""Of `_HOST_COUNTERS`, those that mean something where there is no host pool."""
+_DIRECT_TIER = "fs"
+
 _TRANSPORT = "peer_transport"
 _MOST_TRANSPORTS = 16
 """Names come from the network library and the machine's devices; any beyond these are told together."""
@@ -121,40 +125,27 @@ def definitions(*, with_tiers: bool) -> dict[str, OffloadingMetricMetadata]:
     return found
 
 
-class StatsReader:
-    """Turns the counters of a `Tiering` into what changed since the last reading."""
+def direct_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Every metric of direct offloading: the tier's, and what is left of the host pool's."""
+    found = definitions(with_tiers=True)
+    kept = tuple(f"{_PREFIX}tier_{name}" for name in (*_TIER_COUNTERS, *_TIER_GAUGES))
+    kept += tuple(_PREFIX + name for name in _DIRECT_COUNTERS)
+    texts = {"stores_refused": "Chunks not stored because too many were on their way already."}
+    replaced = {
+        _PREFIX + name: OffloadingCounterMetadata(documentation=text)
+        for name, text in texts.items()
+    }
+    return {name: found[name] for name in kept} | replaced
 
-    def __init__(self, tiering: Tiering) -> None:
-        self._tiering = tiering
-        self._counts = PlanCounts()
+
+class _Reader:
+    """What changed in a tier's counters and gauges since the last reading."""
+
+    def __init__(self) -> None:
         self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tier_stats: dict[str, TierStats] = {}
         # By tier: every transport that was ever told, because a gauge that is told stays.
         self._transports: dict[str, set[str]] = {}
-
-    def read(self) -> OffloadingConnectorStats | None:
-        """What changed, or None when nothing did."""
-        stats = OffloadingConnectorStats()
-        self._read_host(stats)
-        for name, now in self._tiering.tier_stats().items():
-            self._read_tier(stats, name, now)
-        return None if stats.is_empty() else stats
-
-    def _read_host(self, stats: OffloadingConnectorStats) -> None:
-        counts = self._tiering.plan.counts
-        for name in _HOST_COUNTERS:
-            grown = getattr(counts, name) - getattr(self._counts, name)
-            if grown:
-                stats.increase_counter(_PREFIX + name, grown)
-        self._counts = msgspec.structs.replace(counts)
-        pool = self._tiering.plan.index.pool
-        for name, value in (
-            ("host_slots", self._tiering.region.geometry.num_slots),
-            ("host_free_slots", pool.num_free),
-            ("host_pinned_slots", pool.num_pinned),
-            ("host_quarantined_slots", pool.num_quarantined),
-        ):
-            self._gauge(stats, name, value)
 
     def _read_tier(self, stats: OffloadingConnectorStats, name: str, now: TierStats) -> None:
         before = self._tier_stats.get(name, TierStats())
@@ -195,6 +186,62 @@ class StatsReader:
             return
         self._gauges[(name, labels)] = value
         stats.set_gauge(_PREFIX + name, value, labels)
+
+
+class StatsReader(_Reader):
+    """Turns the counters of a `Tiering` into what changed since the last reading."""
+
+    def __init__(self, tiering: Tiering) -> None:
+        super().__init__()
+        self._tiering = tiering
+        self._counts = PlanCounts()
+
+    def read(self) -> OffloadingConnectorStats | None:
+        """What changed, or None when nothing did."""
+        stats = OffloadingConnectorStats()
+        self._read_host(stats)
+        for name, now in self._tiering.tier_stats().items():
+            self._read_tier(stats, name, now)
+        return None if stats.is_empty() else stats
+
+    def _read_host(self, stats: OffloadingConnectorStats) -> None:
+        counts = self._tiering.plan.counts
+        for name in _HOST_COUNTERS:
+            grown = getattr(counts, name) - getattr(self._counts, name)
+            if grown:
+                stats.increase_counter(_PREFIX + name, grown)
+        self._counts = msgspec.structs.replace(counts)
+        pool = self._tiering.plan.index.pool
+        for name, value in (
+            ("host_slots", self._tiering.region.geometry.num_slots),
+            ("host_free_slots", pool.num_free),
+            ("host_pinned_slots", pool.num_pinned),
+            ("host_quarantined_slots", pool.num_quarantined),
+        ):
+            self._gauge(stats, name, value)
+
+
+class DirectStatsReader(_Reader):
+    """Counts what the scheduler's side of direct offloading does; `tier` is the worker's last word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = TierStats()
+        self.lookups = 0
+        self.stores_refused = 0
+        self.failed_device_loads = 0
+        self._told = dict.fromkeys(_DIRECT_COUNTERS, 0)
+
+    def read(self) -> OffloadingConnectorStats | None:
+        """What changed, or None when nothing did."""
+        stats = OffloadingConnectorStats()
+        for name, told in self._told.items():
+            now: int = getattr(self, name)
+            if now > told:
+                stats.increase_counter(_PREFIX + name, now - told)
+                self._told[name] = now
+        self._read_tier(stats, _DIRECT_TIER, self.tier)
+        return None if stats.is_empty() else stats
 
 
 _Stats = TypeVar("_Stats", TierStats, PeerStats)

@@ -410,7 +410,7 @@ def test_a_store_threshold_is_refused_with_several_tiers(threshold: int) -> None
         ("CPUOffloadingSpec", "nearest: NixlCPUOffloadingSpec"),
         ("TieringOffloadingSpec", "nearest: NixlTieringOffloadingSpec"),
         ("NixlTieringOfloadingSpec", "nearest: NixlTieringOffloadingSpec"),
-        ("NixlDirectOffloadingSpec", "is not available in this version; available: Nixl"),
+        ("NixlDirectOfloadingSpec", "nearest: NixlDirectOffloadingSpec"),
     ],
 )
 @pytest.mark.parametrize("path", [None, "pdoffload.vllm"])

@@ -159,3 +159,16 @@ def test_c07_a_job_is_cut_into_equal_parts_that_cover_it() -> None:
         assert max(sizes) <= 8
         assert len(sizes) == -(-count // 8)
     assert cut(Job(1, (), ()), 8, is_load=True, forced=NONE_FORCED) == []
+
+
+def test_stores_that_wait_can_be_taken_out_all_or_none() -> None:
+    queue = queue_of(max_waiting_stores=4, most_chunks=1)
+    first, second, third = (part(number, is_load=False, chunks=2) for number in (1, 2, 3))
+    queue.put([first, second])
+    assert not queue.has_room(1)
+    assert not queue.remove_stores([second, third]), "one of them does not wait"
+    assert len(queue) == 2
+    assert queue.remove_stores([second])
+    assert queue.has_room(2)
+    assert queue.take(reader=False) == [first]
+    assert not queue.remove_stores([first]), "it was taken"

@@ -41,6 +41,18 @@ def offloading(
     return config
 
 
+def direct(root_dir: Path, *, tier: dict[str, Any] | None = None, **extra: Any) -> dict[str, Any]:
+    """A kv-transfer-config: the device straight to files under `root_dir`."""
+    table = {"type": "fs", "root_dir": str(root_dir), "min_free_bytes": MiB, **(tier or {})}
+    config = offloading()
+    config["kv_connector_extra_config"] = {
+        "spec_name": "NixlDirectOffloadingSpec",
+        "secondary_tiers": [table],
+        **extra,
+    }
+    return config
+
+
 def beside_nixl(ours: dict[str, Any]) -> dict[str, Any]:
     """A kv-transfer-config: vLLM's NixlConnector, which is asked first, and `ours` beside it."""
     # One thread, not four: each of them spins, and there are two cores for everybody.

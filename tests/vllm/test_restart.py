@@ -181,12 +181,18 @@ assert sys.argv[1] in vllm.__file__, vllm.__file__
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload import base
 from pdoffload.vllm import NixlCPUOffloadingSpec, NixlTieringOffloadingSpec, PdOffloadConnector
+from pdoffload.vllm import NixlDirectOffloadingSpec
+from pdoffload.vllm.direct.manager import NixlDirectManager
+from pdoffload.vllm.direct.worker import NixlDirectWorker
 from pdoffload.vllm.manager import NixlOffloadingManager
 from pdoffload.vllm.worker import NixlOffloadingWorker
 
 pairs = [
     (NixlOffloadingManager, base.OffloadingManager),
     (NixlOffloadingWorker, base.OffloadingWorker),
+    (NixlDirectManager, base.OffloadingManager),
+    (NixlDirectWorker, base.OffloadingWorker),
+    (NixlDirectOffloadingSpec, base.OffloadingSpec),
     (NixlCPUOffloadingSpec, base.OffloadingSpec),
     (NixlTieringOffloadingSpec, base.OffloadingSpec),
     (PdOffloadConnector, OffloadingConnector),

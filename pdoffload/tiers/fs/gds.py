@@ -47,6 +47,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int
     most_chunks: int
     """Of one request."""
+    most_pieces: int = 1
+    """Of one chunk, in memory."""
     verify: Verify
     shows_holes: bool
     open_flags: int
@@ -101,7 +103,8 @@ def _require_proof(name: str, use: Use) -> None:
 def _gds(use: Use) -> GdsBackend:
     """For one request at a time of `most_chunks` chunks and trailers."""
     for cut_bytes in _CUTS_BYTES:
-        if use.most_chunks * (-(-use.chunk_bytes // cut_bytes) + 1) <= _BATCH_PIECES:
+        # Every piece may begin a cut of its own; and the trailer.
+        if use.most_chunks * (-(-use.chunk_bytes // cut_bytes) + use.most_pieces) <= _BATCH_PIECES:
             return GdsBackend(max_batches=1, batch_pieces=_BATCH_PIECES, max_piece_bytes=cut_bytes)
     raise ConfigError(
         [f"backend: 'GDS' cannot move chunks of {use.chunk_bytes} bytes in one batch; use GDS_MT"]

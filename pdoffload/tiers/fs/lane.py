@@ -1,4 +1,4 @@
-"""One agent and what it works on: the pool, a page per trailer, the files of one batch."""
+"""One agent and what it works on: the chunks' memory, a page per trailer, the files of one batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.completion import Patience
-from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
+from pdoffload.agent.descriptors import Descriptors, MemoryKind
 from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
 from pdoffload.errors import DeadlineExceeded, PdOffloadError, TransferError
-from pdoffload.memory.host import HostRegion
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES, ChunkFormat
+from pdoffload.tiers.fs.memory import ChunkMemory, Side
 from pdoffload.tiers.fs.paths import Namespace
 from pdoffload.tiers.fs.quota import Quota
 from pdoffload.tiers.fs.writer import WriterDir
@@ -35,11 +35,14 @@ _CLOSE_S = 1.0
 
 MakeAgent = Callable[[str], Agent]
 
+_left_behind: list[Lane] = []
+"""Lanes whose pages the kernel may still write to: never to be freed."""
+
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What all I/O threads of a tier share. Nothing in it changes."""
 
-    region: HostRegion
+    memory: ChunkMemory
     space: Namespace
     writer: WriterDir
     quota: Quota | None
@@ -110,7 +113,7 @@ class Files:
 
 
 class Lane:
-    """An agent that knows the pool, and a page for the trailer of each chunk of a batch.
+    """An agent that knows the chunks' memory, and a page for the trailer of each chunk of a batch.
 
     Owned by one I/O thread. After a failure the thread closes it and makes another one: what a NIXL
     queue does after an error differs from queue to queue.
@@ -123,20 +126,22 @@ class Lane:
         self._address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
         self._chunk_s = 0.0
         """What a chunk took lately."""
-        self.transfer: Transfer | None = None
-        """The last one."""
+        self.transfers: tuple[Transfer, ...] = ()
+        """Those of the last request: one for each kind of memory."""
+        terms.memory.enter_thread()
         self.agent = terms.make_agent(name)
         try:
-            self.agent.register_memory(terms.region.address, terms.region.size_bytes)
+            self.chunks = terms.memory.open(self.agent, terms.most_chunks)
             self.agent.register_memory(self._address, len(self.memory))
         except BaseException:
             self.agent.close()
             raise
 
     def move(
-        self, op: Op, batch: Batch, files: Files, slots: Sequence[int], bare: Sequence[bool]
+        self, op: Op, batch: Batch, files: Files, bare: Sequence[bool]
     ) -> PdOffloadError | None:
-        """Move `slots[i]` <-> the i-th open file, and page i <-> its trailer unless `bare[i]`.
+        """Move the chunks that `chunks` has begun <-> the open files, and page i <-> the trailer of the
+        i-th unless `bare[i]`.
 
         Returns None, or the error of a transfer that failed and is over: which chunk it was nobody tells.
         Raises the error where bytes may still move, `DeadlineExceeded` before anything moved, and what
@@ -148,39 +153,37 @@ class Lane:
             raise DeadlineExceeded(batch.what, terms.timeout_s)
         fds = list(files.open)
         region = self.agent.register_files(fds, [terms.format.file_bytes] * len(fds))
-        local, remote = self._sides(fds, slots, bare)
-        self.transfer = transfer = self.agent.submit(
-            op,
-            Descriptors(MemoryKind.DRAM, local),
-            Descriptors(MemoryKind.FILE, remote),
-            timeout_s=left_s,
-            what=batch.what,
-        )
-        self._wait(transfer, len(fds))
-        if not transfer.settled:
-            raise transfer.error or TransferError(transfer.what)
+        self.transfers = ()
+        for side in _with_trailers(self.chunks.sides(), self._trailers(bare)):
+            remote = side.file
+            remote[:, 2] = np.array(fds, dtype=np.uint64)[remote[:, 2].astype(np.intp)]
+            transfer = self.agent.submit(
+                op,
+                Descriptors(side.kind, side.memory),
+                Descriptors(MemoryKind.FILE, remote),
+                timeout_s=left_s,
+                what=batch.what,
+            )
+            self.transfers = (*self.transfers, transfer)
+        for transfer in self.transfers:
+            self._wait(transfer, len(fds))
+        for transfer in self.transfers:
+            if not transfer.settled:
+                raise transfer.error or TransferError(transfer.what)
         region.release()
-        return transfer.error
+        return next((each.error for each in self.transfers if each.error is not None), None)
 
-    def _sides(
-        self, fds: list[int], slots: Sequence[int], bare: Sequence[bool]
-    ) -> tuple[Rows, Rows]:
-        """Rows of memory and of files: one per chunk, then one per trailer."""
-        chunk_bytes, chunks = self._terms.format.chunk_bytes, len(fds)
-        tailed = np.flatnonzero(~np.array(bare, dtype=np.bool_)) if any(bare) else np.arange(chunks)
-        local = np.zeros((chunks + len(tailed), 3), dtype=np.uint64)
-        remote = np.zeros_like(local)
-        local[:chunks, 0] = slots
-        local[:chunks, 0] *= np.uint64(chunk_bytes)
-        local[:chunks, 0] += np.uint64(self._terms.region.address)
-        local[chunks:, 0] = tailed * TRAILER_BYTES + self._address
-        remote[:chunks, 2] = fds
-        remote[chunks:, 2] = remote[tailed, 2]
-        remote[chunks:, 0] = chunk_bytes
-        for rows in (local, remote):
-            rows[:chunks, 1] = chunk_bytes
-            rows[chunks:, 1] = TRAILER_BYTES
-        return local, remote
+    def _trailers(self, bare: Sequence[bool]) -> Side:
+        """A row for each chunk that has a trailer."""
+        tailed = np.flatnonzero(~np.array(bare, dtype=np.bool_))
+        memory = np.zeros((len(tailed), 3), dtype=np.uint64)
+        memory[:, 0] = tailed * TRAILER_BYTES + self._address
+        memory[:, 1] = TRAILER_BYTES
+        file = np.zeros_like(memory)
+        file[:, 0] = self._terms.format.chunk_bytes
+        file[:, 1] = TRAILER_BYTES
+        file[:, 2] = tailed
+        return Side(MemoryKind.DRAM, memory, file)
 
     def _wait(self, transfer: Transfer, chunks: int) -> None:
         """Until `transfer` leaves RUNNING; its deadline bounds it.
@@ -203,13 +206,13 @@ class Lane:
 
     @property
     def in_flight(self) -> bool:
-        """Bytes of the last transfer may still move."""
-        return self.transfer is not None and not self.transfer.settled
+        """Bytes of the last request may still move."""
+        return not all(transfer.settled for transfer in self.transfers)
 
     @property
     def failed(self) -> bool:
-        """The last transfer did not end well."""
-        return self.transfer is not None and self.transfer.state is not TransferState.DONE
+        """The last request did not end well."""
+        return any(transfer.state is not TransferState.DONE for transfer in self.transfers)
 
     def settle(self, stopping: threading.Event) -> None:
         """Wait until nothing is in flight. Gives up after `timeout_s`, or when the tier is closed: some
@@ -223,8 +226,25 @@ class Lane:
             patience.pause()
 
     def close(self) -> bool:
-        """Give the agent back. False where bytes may still move: they are left to the kernel."""
-        return not self.agent.close(timeout_s=_CLOSE_S)
+        """Give the agent back. False where bytes may still move: they are left to the kernel, and this
+        lane's memory with them, for as long as the process lives."""
+        if not self.agent.close(timeout_s=_CLOSE_S):
+            return True
+        _left_behind.append(self)
+        return False
+
+
+def _with_trailers(sides: list[Side], trailers: Side) -> list[Side]:
+    """`sides`, with the trailers among those of their kind of memory; no side is empty."""
+    if not len(trailers.memory):
+        return sides
+    own = [side for side in sides if side.kind is trailers.kind]
+    joined = Side(
+        trailers.kind,
+        np.concatenate([*(side.memory for side in own), trailers.memory]),
+        np.concatenate([*(side.file for side in own), trailers.file]),
+    )
+    return [*(side for side in sides if side.kind is not trailers.kind), joined]
 
 
 def remove_quietly(path: str) -> None:

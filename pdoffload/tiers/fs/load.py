@@ -6,10 +6,9 @@ import errno
 import os
 import stat
 
-import xxhash
-
 from pdoffload.agent.agent import Op
 from pdoffload.errors import CorruptChunk, PdOffloadError, StorageError
+from pdoffload.layout import BlockKey
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES
 from pdoffload.tiers.fs.evict import lock_for_reading
@@ -26,8 +25,8 @@ def load_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
     Raises what `Lane.move` raises; the chunks that have no entry then are the caller's to fail.
     """
     opened: list[tuple[int, str, bool]] = []
-    for number, (key, slot) in enumerate(zip(batch.keys, batch.slots, strict=True)):
-        terms.region.forget_checksum(slot)
+    terms.memory.forget(batch.slots)
+    for number, key in enumerate(batch.keys):
         path = terms.space.path(key)
         try:
             opened.append((number, path, _open(terms, files, path)))
@@ -39,14 +38,15 @@ def load_batch(terms: Terms, lane: Lane, batch: Batch, files: Files) -> None:
     if not opened:
         _tell_quota(terms, batch)
         return
-    slots = [batch.slots[number] for number, _, _ in opened]
-    lost = lane.move(Op.READ, batch, files, slots, [bare for _, _, bare in opened])
+    lane.chunks.begin(Op.READ, [batch.slots[number] for number, _, _ in opened])
+    lost = lane.move(Op.READ, batch, files, [bare for _, _, bare in opened])
     for place, (fd, (number, path, bare)) in enumerate(zip(files.open, opened, strict=True)):
         batch.moved[number] = True
         start = place * TRAILER_BYTES
         page = b"" if bare else lane.memory[start : start + TRAILER_BYTES]
         try:
-            batch.verified[number] = _check(terms, batch, number, path, page, lost)
+            key = batch.keys[number]
+            batch.verified[number] = _check(terms, lane, place, key, path, page, lost)
         except CorruptChunk as error:
             _remove(fd, path)
             batch.errors[number] = error
@@ -91,15 +91,21 @@ def _open(terms: Terms, files: Files, path: str) -> bool:
 
 
 def _check(
-    terms: Terms, batch: Batch, number: int, path: str, page: bytes, lost: PdOffloadError | None
+    terms: Terms,
+    lane: Lane,
+    place: int,
+    key: BlockKey,
+    path: str,
+    page: bytes,
+    lost: PdOffloadError | None,
 ) -> bool:
-    """Whether the slot's bytes were compared with a checksum. Raises `StorageError` if they are not right.
+    """Whether the chunk's bytes were compared with a checksum. Raises `StorageError` if they are not right.
 
     A request tells that one of its reads failed, not which (`lost`): bytes that match their checksum are
     right all the same; of others nothing is known, and their file is not to blame.
     """
     try:
-        compared = _compare(terms, batch, number, path, page)
+        compared = _compare(terms, lane, place, key, path, page)
     except StorageError as error:
         if lost is None:
             raise
@@ -109,18 +115,16 @@ def _check(
     return compared
 
 
-def _compare(terms: Terms, batch: Batch, number: int, path: str, page: bytes) -> bool:
-    digest = terms.format.digest(page, batch.keys[number], path) if page else None
+def _compare(terms: Terms, lane: Lane, place: int, key: BlockKey, path: str, page: bytes) -> bool:
+    digest = terms.format.digest(page, key, path) if page else None
     if terms.verify is Verify.OFF:
         return False
     if digest is None:
         if terms.verify is Verify.ALWAYS:
             raise StorageError(path, "carries no checksum, and `verify` is `always`")
         return False
-    slot = batch.slots[number]
-    if xxhash.xxh3_128_digest(terms.region.slot_view(slot)) != digest:
+    if not lane.chunks.matches(place, digest):
         raise CorruptChunk(path, "does not match its checksum")
-    terms.region.set_checksum(slot, digest)
     return True
 
 

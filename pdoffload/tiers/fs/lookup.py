@@ -136,6 +136,16 @@ class FileLookup:
             self._present.pop(key, None)
             _bounded_add(self._barred, key, None, MAX_BARRED)
 
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Whatever was known of these keys may have changed: the next question asks the file system."""
+        for key in keys:
+            for known in (self._pending, self._present, self._absent, self._barred):
+                known.pop(key, None)
+
+    def known(self, key: BlockKey) -> bool:
+        """Whether a file of this key is known to stand there; nothing is asked for."""
+        return key in self._present
+
     def barred(self, keys: Iterable[BlockKey]) -> frozenset[BlockKey]:
         """Those of `keys` whose files, if any, are of no use."""
         return (

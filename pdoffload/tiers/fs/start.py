@@ -13,15 +13,16 @@ import msgspec
 
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import Backend, PosixBackend
+from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.agent.nixl import NixlAgent, probe
-from pdoffload.clock import Clock
 from pdoffload.config import FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import PAGE_BYTES
 from pdoffload.tiers.base import TierContext, Verify
-from pdoffload.tiers.chunkfile import ChunkFormat
+from pdoffload.tiers.chunkfile import TRAILER_BYTES, ChunkFormat
 from pdoffload.tiers.fs.gds import Use, choose
 from pdoffload.tiers.fs.lane import MakeAgent, Terms
+from pdoffload.tiers.fs.memory import FsContext, fs_context
 from pdoffload.tiers.fs.paths import Namespace, open_namespace
 from pdoffload.tiers.fs.quota import Quota
 from pdoffload.tiers.fs.writer import WriterDir, sweep
@@ -35,6 +36,9 @@ _MAX_REQUEST_CHUNKS = 32
 _MAX_REQUEST_BYTES = 32 << 20
 _MAX_IOS = 2 * _MAX_REQUEST_CHUNKS
 """A chunk and its trailer each; as many as the plugin submits at once."""
+_MAX_KERNEL_QUEUE = 256
+_MAX_PIECES = 65_536
+"""Of one request: the plugin's own limit."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -46,9 +50,14 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    config: FsTierConfig, context: TierContext, *, rank: int, make_agent: MakeAgent | None
+    config: FsTierConfig,
+    context: TierContext | FsContext,
+    *,
+    rank: int,
+    make_agent: MakeAgent | None,
 ) -> Start:
     """Try everything out, make folders, and sweep. Raises `ConfigError` before a thread is started."""
+    context = fs_context(context)
     space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
     sweep(space, context.clock)
     writer = WriterDir(space)
@@ -61,38 +70,41 @@ def prepare(
 
 def _start(
     config: FsTierConfig,
-    context: TierContext,
+    context: FsContext,
     space: Namespace,
     writer: WriterDir,
     make_agent: MakeAgent | None,
 ) -> Start:
-    abilities = probe_files(config, space, writer, context.region.address)
-    form = ChunkFormat(context.region.geometry.chunk_bytes, context.run_config.fingerprint)
+    memory = context.memory
+    abilities = probe_files(config, space, writer, memory.misaligned())
+    form = ChunkFormat(memory.chunk_bytes, context.run_config.fingerprint)
     most_chunks, most_threads = request_limits(
-        form.chunk_bytes, max(config.n_read_threads, config.n_write_threads)
+        form.chunk_bytes, max(config.n_read_threads, config.n_write_threads), memory.most_pieces
     )
+    most_ios = max(_MAX_IOS, most_chunks * (memory.most_pieces + 1))
     if make_agent is None:
         use = Use(
             chunk_bytes=form.chunk_bytes,
             most_chunks=most_chunks,
+            most_pieces=memory.most_pieces,
             verify=context.verify,
             shows_holes=abilities.shows_holes,
             open_flags=abilities.open_flags,
             file_mode=space.file_mode,
         )
-        make_agent = _agent_maker(config, use, writer.temp_path(), context.clock)
+        make_agent = _agent_maker(config, context, use, writer.temp_path(), most_ios=most_ios)
     quota = (
         None if config.max_bytes is None else Quota(space, writer, config.max_bytes, context.clock)
     )
     terms = Terms(
-        region=context.region,
+        memory=memory,
         space=space,
         writer=writer,
         quota=quota,
         make_agent=make_agent,
         verify=context.verify,
         format=form,
-        sound_sizes=_sound_sizes(form, context.verify),
+        sound_sizes=sound_sizes(form.chunk_bytes, context.verify),
         most_chunks=most_chunks,
         shows_holes=abilities.shows_holes,
         open_flags=abilities.open_flags,
@@ -116,11 +128,11 @@ class Abilities(msgspec.Struct, frozen=True):
 
 
 def probe_files(
-    config: FsTierConfig, space: Namespace, writer: WriterDir, address: int
+    config: FsTierConfig, space: Namespace, writer: WriterDir, misaligned: str
 ) -> Abilities:
     """Write one small file as chunks are written. Raises `ConfigError` if no file can be written at all.
 
-    `address` is the pool's: direct I/O needs it on a page.
+    `misaligned` says why the memory is not fit for direct I/O, which needs every piece on a page.
     """
     try:
         shows_holes = _try_write(writer.temp_path(), space.file_mode, 0)
@@ -130,10 +142,8 @@ def probe_files(
         ) from error
     if config.direct == "off":
         return Abilities(0, shows_holes)
-    refusal = ""
-    if address % PAGE_BYTES:
-        refusal = f"the pool at {address:#x} is not on a page"
-    else:
+    refusal = misaligned
+    if not refusal:
         try:
             _try_write(writer.temp_path(), space.file_mode, os.O_DIRECT)
         except OSError as error:
@@ -161,7 +171,9 @@ def _try_write(path: str, mode: int, flags: int) -> bool:
         os.unlink(path)
 
 
-def posix_backend(config: FsTierConfig, *, direct: bool, because: str = "") -> PosixBackend:
+def posix_backend(
+    config: FsTierConfig, *, direct: bool, most_ios: int = _MAX_IOS, because: str = ""
+) -> PosixBackend:
     """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason.
 
     `because` goes into the line that says what was taken.
@@ -169,7 +181,8 @@ def posix_backend(config: FsTierConfig, *, direct: bool, because: str = "") -> P
     queues: tuple[Queue, ...] = _QUEUES if config.io == "auto" else (config.io,)
     reasons: list[str] = []
     for queue in queues:
-        backend = PosixBackend(queue=queue, max_ios=_MAX_IOS, kernel_queue=_MAX_IOS)
+        depth = min(most_ios, _MAX_KERNEL_QUEUE)
+        backend = PosixBackend(queue=queue, max_ios=most_ios, kernel_queue=depth)
         reason = probe(backend)
         if reason is None:
             mode = "direct" if direct else "buffered"
@@ -181,32 +194,45 @@ def posix_backend(config: FsTierConfig, *, direct: bool, because: str = "") -> P
     raise ConfigError([f"io: {config.io!r} is not usable here: {'; '.join(reasons)}"])
 
 
-def request_limits(chunk_bytes: int, num_threads: int) -> tuple[int, int]:
+def request_limits(chunk_bytes: int, num_threads: int, most_pieces: int = 1) -> tuple[int, int]:
     """How many chunks one request carries, and how many I/O threads each side may have.
+
+    A chunk is moved in up to `most_pieces`, and its trailer in one.
 
     All threads together use at most half of the file descriptors the process may open.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
-    chunks = max(1, min(_MAX_REQUEST_CHUNKS, _MAX_REQUEST_BYTES // chunk_bytes, soft // 64))
+    fitting = min(_MAX_REQUEST_BYTES // chunk_bytes, _MAX_PIECES // (most_pieces + 1))
+    chunks = max(1, min(_MAX_REQUEST_CHUNKS, fitting, soft // 64))
     return chunks, max(1, min(num_threads, soft // 4 // chunks))
 
 
-def _sound_sizes(form: ChunkFormat, verify: Verify) -> tuple[int, ...]:
+def sound_sizes(chunk_bytes: int, verify: Verify) -> tuple[int, ...]:
     """Sizes of a file whose chunk may be loaded; a bare one carries no checksum."""
-    return (form.file_bytes,) if verify is Verify.ALWAYS else (form.file_bytes, form.chunk_bytes)
+    file_bytes = chunk_bytes + TRAILER_BYTES
+    return (file_bytes,) if verify is Verify.ALWAYS else (file_bytes, chunk_bytes)
 
 
-def _agent_maker(config: FsTierConfig, use: Use, trial_path: str, clock: Clock) -> MakeAgent:
-    backend: Backend | str = ""
+def _agent_maker(
+    config: FsTierConfig, context: FsContext, use: Use, trial_path: str, *, most_ios: int
+) -> MakeAgent:
+    chosen: Backend | str = ""
     if config.backend != "POSIX":
-        backend = choose(config.backend, use, trial_path, clock)
-    if isinstance(backend, str):
-        backend = posix_backend(config, direct=use.open_flags != 0, because=backend)
-    chosen: Backend = backend
+        chosen = choose(config.backend, use, trial_path, context.clock)
+    if isinstance(chosen, str):
+        kind = context.memory.kind
+        if kind is not MemoryKind.DRAM:
+            why = f" ({chosen})" if chosen else ""
+            raise ConfigError(
+                [f"backend: POSIX does not reach {kind.value}; GDS_MT or GDS is needed{why}"]
+            )
+        direct = use.open_flags != 0
+        chosen = posix_backend(config, direct=direct, most_ios=most_ios, because=chosen)
+    backends = [chosen, *context.memory.more_backends()]
 
     def make(name: str) -> Agent:
-        return NixlAgent(name, [chosen], clock=clock)
+        return NixlAgent(name, backends, clock=context.clock)
 
     return make

@@ -6,7 +6,7 @@ import errno
 import os
 
 from pdoffload.agent.agent import Op
-from pdoffload.errors import PdOffloadError, StorageError, StorageFull
+from pdoffload.errors import DeadlineExceeded, PdOffloadError, StorageError, StorageFull
 from pdoffload.tiers.base import Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES
 from pdoffload.tiers.fs.lane import Files, Lane, Terms
@@ -130,12 +130,15 @@ def _open_one(terms: Terms, files: Files) -> None:
 def _write_all(
     terms: Terms, lane: Lane, batch: Batch, opened: Numbers, paths: list[str], files: Files
 ) -> None:
-    slots = [batch.slots[number] for number in opened]
-    for place, (number, slot) in enumerate(zip(opened, slots, strict=True)):
-        digest = None if terms.verify is Verify.OFF else terms.region.checksum(slot)
+    lane.chunks.begin(Op.WRITE, [batch.slots[number] for number in opened])
+    for place, number in enumerate(opened):
+        digest = None if terms.verify is Verify.OFF else lane.chunks.checksum(place)
         start = place * TRAILER_BYTES
         lane.memory[start : start + TRAILER_BYTES] = terms.format.pack(batch.keys[number], digest)
-    lost = lane.move(Op.WRITE, batch, files, slots, [False] * len(slots))
+    lost = lane.move(Op.WRITE, batch, files, [False] * len(opened))
+    if terms.time_left_s(batch) <= 0:
+        # The job may have been told as failed, and its memory changed, while the last bytes were read.
+        raise DeadlineExceeded(batch.what, terms.timeout_s)
     for fd, number in zip(tuple(files.open), opened, strict=True):
         path = paths[number]
         try:

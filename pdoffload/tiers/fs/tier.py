@@ -31,6 +31,7 @@ from pdoffload.tiers.base import (
 from pdoffload.tiers.fs.io_threads import IoPool
 from pdoffload.tiers.fs.lane import MakeAgent
 from pdoffload.tiers.fs.lookup import FileLookup
+from pdoffload.tiers.fs.memory import FsContext
 from pdoffload.tiers.fs.start import prepare
 from pdoffload.tiers.health import StoreHealth
 from pdoffload.tiers.jobs import JobBook, LiveJob
@@ -64,7 +65,7 @@ class FsTier(Tier):
     def __init__(
         self,
         config: FsTierConfig,
-        context: TierContext,
+        context: TierContext | FsContext,
         *,
         rank: int = 0,
         make_agent: MakeAgent | None = None,
@@ -83,7 +84,7 @@ class FsTier(Tier):
         self._lookup = FileLookup(
             terms.space, terms.sound_sizes, timeout_s=terms.timeout_s, clock=terms.clock
         )
-        half = context.region.geometry.num_slots // 2
+        half = terms.memory.num_slots // 2
         self._queue = PartQueue(
             num_readers=start.num_readers,
             max_waiting_stores=min(MAX_QUEUED_CHUNKS, half),
@@ -121,6 +122,17 @@ class FsTier(Tier):
         self._book.begin(job, parts, is_load=False)
         self._queue.put(parts)
         self._pool.grow(False)
+
+    def withdraw(self, job_id: int) -> bool:
+        """Drop a store of which nothing has begun: it ends now, and `poll` says so. False if it has."""
+        self._enter()
+        parts = self._book.parts_of(job_id)
+        if not parts or not self._queue.remove_stores(parts):
+            return False
+        error = StorageError(self._base, "given up before its turn came")
+        for part in self._book.drop(job_id):
+            self._enter_outcome(failed_outcome(part, error))
+        return True
 
     def load(self, job: Job) -> None:
         self._enter()

@@ -496,3 +496,24 @@ def test_an_unexpected_error_is_logged_with_its_trace(
     with open_fs(tmp_path, make_agent=FakeAgent) as rig:
         assert "ZeroDivisionError" in str(rig.store((A,), (0,)).failed[0][1])
     assert "a bug of ours" in caplog.text
+
+
+def test_a_store_that_has_not_begun_can_be_given_up(tmp_path: Path) -> None:
+    fakes = Fakes(ShiftedClock())
+    settings = {"n_read_threads": 1, "n_write_threads": 1}
+    with open_fs(tmp_path, make_agent=fakes, **settings) as rig:
+        fakes.driver.hold()
+        running = rig.submit_store((A,), (0,))
+        rig.until(lambda: bool(fakes.driver._requests), "the first store to be with the driver")
+        # The reader may take one of the stores meanwhile; the last one waits.
+        others = [rig.submit_store(keys_of(number), (number,)) for number in (1, 2, 3)]
+        assert rig.tier.withdraw(others[-1])
+        result = rig.result(others[-1])
+        assert (len(result.failed), result.settled) == (1, True)
+        assert not rig.tier.withdraw(others[-1]), "it has ended"
+        assert not rig.tier.withdraw(running), "it has begun"
+        fakes.driver.let_go()
+        assert all(not rig.result(job).failed for job in (running, *others[:-1]))
+        stats = rig.tier.stats()
+        assert (stats.dropped_stores, stats.failed_stores, stats.degraded) == (1, 0, "")
+        assert not rig.path(keys_of(3)[0]).exists()

@@ -110,7 +110,7 @@ def test_c06_a_pool_that_does_not_begin_on_a_page_is_moved_buffered(
 ) -> None:
     space = open_namespace(str(tmp_path), RunConfig(fields={"model_name": "m"}), 0, 0o600)
     config = FsTierConfig(root_dir=str(tmp_path), direct="on")
-    assert probe_files(config, space, WriterDir(space), 64 * 4096 + 64).open_flags == 0
+    assert probe_files(config, space, WriterDir(space), "0x40040 is not on a page").open_flags == 0
     assert "not on a page" in caplog.text
 
 

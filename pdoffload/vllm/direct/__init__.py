@@ -1,0 +1,1 @@
+"""Device memory straight to chunk files, with no host pool between: `spec` is the entrance."""
