@@ -55,3 +55,12 @@ def smollm2_dir(cache_dir: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         _miss("the demo's model is missing: make model")
     return folder
+
+
+@pytest.fixture(scope="session")
+def ucxx_python() -> Path:
+    """The Python of the environment that holds UCX alone."""
+    python = Path(__file__).parents[1] / ".venv-ucxx" / "bin" / "python"
+    if not python.exists():
+        _miss("ucxx is missing: make ucxx")
+    return python

@@ -121,6 +121,35 @@ def test_peers_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.nixl
+@pytest.mark.usefixtures("ucxx_python")
+def test_raw_ucx_smoke(tmp_path: Path) -> None:
+    """The same bytes by NIXL and by UCX alone, over the transport UCX picks and over TCP."""
+    found = _smoke("raw_ucx", tmp_path)
+    asked = [row["case"]["UCX_TLS"] for row in found["rows"]]
+    assert asked == ["UCX's choice", "tcp"]
+    for row in found["rows"]:
+        assert {"nixl_over_ucx_put", "nixl_over_ucx_tag"} <= row["figures"].keys()
+        assert row["case"]["transports"] not in ("", "unknown"), "UCX did not say how it writes"
+    assert all(
+        name.startswith("tcp/") for name in found["rows"][1]["case"]["transports"].split("+")
+    )
+
+
+@pytest.mark.usefixtures("ucxx_python")
+@pytest.mark.parametrize("dies", [0, 1], ids=["receiver", "writer"])
+def test_a_ucx_process_that_dies_is_told_and_none_is_left(dies: int) -> None:
+    from raw_ucx import RawUcx
+    from ucx_child import Operation
+
+    with RawUcx(Operation.PUT, chunk_bytes=4096, num_chunks=2, environment={}) as raw:
+        processes = [child.process for child in raw.children]
+        processes[dies].kill()
+        with pytest.raises(AssertionError, match="ended with -9"):
+            raw.write()
+    assert None not in [process.returncode for process in processes]
+
+
+@pytest.mark.nixl
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
