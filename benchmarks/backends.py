@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from common import GIB, KIB, MIB, Run, file_system_of, parser, started
@@ -73,6 +74,20 @@ def fs(run: Run, options: argparse.Namespace, sizes: Sizes) -> None:
             )
 
 
+def restart_over_test_cufile() -> NoReturn:
+    """Run this script again, as a process in which GDS_MT finds the cuFile of the tests. Compiles that."""
+    from pdoffload.testing.cufile import MARK, build, environment, library_folder
+
+    root = Path(__file__).parents[1]
+    folder = root / ".cache" / "cufile-for-tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    build(root / "tests" / "agent" / "cufile_for_tests.c", folder)
+    cudart = library_folder("nvidia-cuda-runtime-cu12", "libcudart.so.12")
+    assert cudart is not None, "nvidia-cuda-runtime-cu12 is not installed: make setup"
+    found = {**environment(folder, cudart), MARK: "1"}
+    os.execve(sys.executable, [sys.executable, *sys.argv], found)
+
+
 def obj(run: Run, options: argparse.Namespace, sizes: Sizes) -> None:
     import backends_obj
 
@@ -116,7 +131,12 @@ def main() -> None:
     made.add_argument(
         "--model", type=Path, default=DEFAULT_MODEL, help="from scripts/make_model.py, for direct"
     )
+    made.add_argument(
+        "--test-cufile", action="store_true", help="GDS_MT without a GPU, over the tests' cuFile"
+    )
     options = made.parse_args()
+    if options.test_cufile and "CUFILE_FOR_TESTS" not in os.environ:
+        restart_over_test_cufile()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     run = started("backends", options, sys.argv[1:])
     sizes = SMOKE if options.smoke else Sizes()

@@ -6,6 +6,8 @@ more contenders at once.
 
 from __future__ import annotations
 
+import importlib
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,6 +26,14 @@ def _nothing() -> str:
     return ""
 
 
+def _no_gds_mt() -> str:
+    plugins = importlib.import_module("pdoffload.agent.plugins")
+    if not hasattr(plugins, "usability"):
+        return "this version does not use it for files"
+    found = plugins.usability("GDS_MT")
+    return "" if found.usable else str(found.why)
+
+
 class Mode(msgspec.Struct, frozen=True):
     """A way for our tier's bytes. The table below is all that has to grow."""
 
@@ -33,9 +43,12 @@ class Mode(msgspec.Struct, frozen=True):
     """Why it cannot be measured here; nothing if it can."""
 
 
+GDS_MT = "GDS_MT (test library)" if os.environ.get("CUFILE_FOR_TESTS") else "GDS_MT"
+"""Its own code either way; over the library for tests it moves host memory by pread and pwrite."""
 MODES: dict[str, Mode] = {
     "POSIX uring": Mode({"backend": "POSIX", "io": "uring"}),
     "POSIX aio": Mode({"backend": "POSIX", "io": "aio"}),
+    GDS_MT: Mode({"backend": "GDS_MT"}, _no_gds_mt),
 }
 
 
