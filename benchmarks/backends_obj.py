@@ -9,8 +9,10 @@ compare what the tiers themselves take, and say nothing about a store.
 from __future__ import annotations
 
 import importlib.util
+import os
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 from common import MIB, Row, Run, alternate
 from tier_figures import figures_of
@@ -80,8 +82,9 @@ def _stock_side(server: object, pool: Pool, threads: int) -> StockSide:
     from pdoffload.testing.s3_server import ACCESS_KEY, SECRET_KEY
     from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
 
-    return StockSide(
-        ObjectStoreSecondaryTierManager(
+    # It asks NIXL how long each transfer took, and fails where its agent was made without telemetry.
+    with patch.dict(os.environ, {"NIXL_TELEMETRY_ENABLE": "1"}):
+        tier = ObjectStoreSecondaryTierManager(
             bare_spec(offloading_config(CHUNK_BYTES)),
             pool.rows.data,
             "obj",
@@ -95,4 +98,4 @@ def _stock_side(server: object, pool: Pool, threads: int) -> StockSide:
             prefix=f"vllm-{threads}",
             io_threads=threads,
         )
-    )
+    return StockSide(tier)
