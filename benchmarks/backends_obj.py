@@ -79,9 +79,9 @@ def _our_side(server: object, pool: Pool, threads: int) -> OurSide:
 
 
 def _stock_side(server: object, pool: Pool, threads: int) -> StockSide:
-    from pdoffload.testing.s3_server import ACCESS_KEY, SECRET_KEY
     from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
 
+    store = server.tier(_BUCKET).store_config
     # It asks NIXL how long each transfer took, and fails where its agent was made without telemetry.
     with patch.dict(os.environ, {"NIXL_TELEMETRY_ENABLE": "1"}):
         tier = ObjectStoreSecondaryTierManager(
@@ -90,9 +90,9 @@ def _stock_side(server: object, pool: Pool, threads: int) -> StockSide:
             "obj",
             store_config={
                 "bucket": _BUCKET,
-                "endpoint_override": server.url,
-                "access_key": ACCESS_KEY,
-                "secret_key": SECRET_KEY,
+                "endpoint_override": server.host,
+                "access_key": store.access_key,
+                "secret_key": store.secret_key,
                 "region": "us-east-1",
             },
             prefix=f"vllm-{threads}",

@@ -57,17 +57,24 @@ def _this_python() -> Nursery:
 
 def _fabric_python() -> Nursery:
     """NIXL's LIBFABRIC needs another NIXL, in an environment of its own; libfabric's TCP on the loopback."""
-    from pdoffload.testing.interpreter import of_environment
+    from pdoffload.testing import interpreter
 
     libraries = _FABRIC / "lib" / "fabric"
-    interpreter = of_environment(
+    python = interpreter.of_environment(
         _FABRIC / "bin" / "python",
         LD_LIBRARY_PATH=str(libraries),
         LD_PRELOAD=str(libraries / "loopback.so"),
         FI_PROVIDER="tcp",
         FI_TCP_IFACE="lo",
     )
-    return Nursery(CHILD, interpreter)
+    return Nursery(CHILD, python)
+
+
+def _mooncake_python() -> Nursery:
+    """Mooncake's package wants libibverbs, even for TCP: where it is missing, a stand-in without devices."""
+    from pdoffload.testing import interpreter, verbs
+
+    return Nursery(CHILD, interpreter.this_one(**verbs.environment()))
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +99,12 @@ BACKENDS: dict[str, Backend] = {
         missing=_no_fabric,
         nursery=_fabric_python,
     ),
-    "MOONCAKE tcp": Backend(options={"backends": ("MOONCAKE",)}, like=" tcp", missing=_no_mooncake),
+    "MOONCAKE tcp": Backend(
+        options={"backends": ("MOONCAKE",)},
+        like=" tcp",
+        missing=_no_mooncake,
+        nursery=_mooncake_python,
+    ),
 }
 
 
