@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest --import-mode=importlib --durations=40 --durations-min=5
 	-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fabric model demo demo-pd test test-fast check format clean
+.PHONY: help setup fabric ucxx model demo demo-pd test test-fast check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ setup: ## make .venv with the pinned packages (once)
 
 fabric: ## make .venv-fabric, in which tests run NIXL's LIBFABRIC backend (once)
 	@PYTHON=$(PYTHON) scripts/setup_fabric.sh
+
+ucxx: ## make .venv-ucxx, UCX alone, which the benchmarks compare NIXL with (once)
+	@PYTHON=$(PYTHON) scripts/setup_ucxx.sh
 
 model: setup ## make the demo's model (once)
 	@$(BIN)/python scripts/make_model.py --out $(MODEL)
@@ -32,6 +35,7 @@ demo-pd: model ## serve a model twice: a decoder takes its KV cache from a prefi
 test: model ## every test, those with a real vLLM included
 	@$(BIN)/python scripts/fetch_vllm_033.py || true
 	@PYTHON=$(PYTHON) scripts/setup_fabric.sh || true
+	@PYTHON=$(PYTHON) scripts/setup_ucxx.sh || true
 	$(PYTEST)
 
 test-fast: setup ## the tests that need neither vLLM nor minutes
@@ -48,5 +52,5 @@ format: setup ## write the format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove everything that the targets above made
-	rm -rf .venv .venv-fabric .cache dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-fabric .venv-ucxx .cache dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

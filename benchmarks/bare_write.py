@@ -8,11 +8,9 @@ the bytes only land while it asks.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -20,10 +18,11 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 import xxhash
+from chunk_memory import DEADLINE_S, POLL_S, fill, shared_memory
 from common import Cost
 
-_DEADLINE_S = 60.0
-_POLL_S = 0.0001
+from pdoffload.agent.ucx import UcxEndpoints
+
 _NOTE = b"written"
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +45,8 @@ class BareWrite:
         self._writer = _Child(_write, shape, environment)
         self._writer.send(self._receiver.answer())
         self._digest = self._writer.answer()
+        self.transports: str = self._writer.answer()
+        """Over which UCX writes in bulk, such as cma/memory."""
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +98,7 @@ class _Child:
         self._connection.send(message)
 
     def answer(self) -> Any:
-        assert self._connection.poll(_DEADLINE_S), "a bare NIXL process does not answer"
+        assert self._connection.poll(DEADLINE_S), "a bare NIXL process does not answer"
         return self._connection.recv()
 
     def cpu_s(self) -> float:
@@ -106,7 +107,7 @@ class _Child:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.join(_DEADLINE_S)
+        self._process.join(DEADLINE_S)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
@@ -121,22 +122,9 @@ def _child_main(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     try:
-        work(connection, _shared_memory(shape))
+        work(connection, shared_memory(shape))
     except EOFError:
         return  # told to end
-
-
-def _shared_memory(shape: tuple[int, int]) -> np.ndarray:
-    """As host pools are: pages of /dev/shm, all of them present. Memory that only a process of its own has
-    may be in huge pages, in which NIXL is faster."""
-    size_bytes = shape[0] * shape[1]
-    fd, path = tempfile.mkstemp(prefix="bare-", dir="/dev/shm")
-    os.unlink(path)
-    os.ftruncate(fd, size_bytes)
-    array = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8).reshape(shape)
-    os.close(fd)
-    array[:] = 1
-    return array
 
 
 def _rows(address: int, shape: tuple[int, int]) -> np.ndarray:
@@ -165,29 +153,33 @@ def _receive(connection: Any, array: np.ndarray) -> None:
             array[:] = 0
             continue
         connection.send("asking")
-        deadline_s = time.monotonic() + _DEADLINE_S
+        deadline_s = time.monotonic() + DEADLINE_S
         while not agent.get_new_notifs():
             assert time.monotonic() < deadline_s
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         connection.send(time.monotonic())
 
 
 def _write(connection: Any, array: np.ndarray) -> None:
-    array[:] = np.random.default_rng(7).integers(0, 256, array.shape, np.uint8)
+    fill(array)
     agent = _agent(array)
     memory: _Memory = connection.recv()
+    endpoints = UcxEndpoints(agent.name)
+    endpoints.expect()
     receiver = agent.add_remote_agent(memory.metadata)
+    endpoints.note(receiver)
     local = agent.get_xfer_descs(_rows(array.ctypes.data, array.shape), "DRAM")
     remote = agent.get_xfer_descs(_rows(memory.address, array.shape), "DRAM")
     request = agent.initialize_xfer("WRITE", local, remote, receiver, _NOTE)
     connection.send(xxhash.xxh3_128_digest(array))
+    connection.send(endpoints.transport_of(receiver))
     while True:
         connection.recv()
         began_s = time.monotonic()
         state = agent.transfer(request)
         while state == "PROC":
-            assert time.monotonic() < began_s + _DEADLINE_S
-            time.sleep(_POLL_S)
+            assert time.monotonic() < began_s + DEADLINE_S
+            time.sleep(POLL_S)
             state = agent.check_xfer_state(request)
         assert state == "DONE", state
         connection.send(began_s)

@@ -259,7 +259,7 @@ def show(report: Report) -> None:
         f"load {machine.load_before:.2f} -> {machine.load_after:.2f}"
     )
     for remark in report.remarks:
-        console.print(f"! {remark}")
+        console.print(f"! {remark}", markup=False)
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

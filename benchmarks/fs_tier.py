@@ -10,18 +10,13 @@ the same with io_uring, without temporary names, checksums or Python: what the d
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import msgspec
-import numpy as np
 from common import (
     GB,
     GIB,
@@ -34,152 +29,19 @@ from common import (
     Spread,
     alternate,
     file_system_of,
-    measure,
     parser,
     ratios,
     started,
 )
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from tier_sides import Contender, Pool, Window, Work, our_fs, stock_fs
 from vllm.v1.kv_offload.tiering.fs import io as vllm_fs_io
-from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
-from vllm_sides import bare_spec, offloading_config
-
-from pdoffload.config import FsTierConfig
-from pdoffload.layout import BlockKey, Geometry, RunConfig, make_key
-from pdoffload.memory.host import HostRegion
-from pdoffload.tiers.base import Job, JobResult, TierContext
-from pdoffload.tiers.fs.tier import FsTier
+from vllm_sides import offloading_config
 
 # From few files to many: ext4 is slow at making files where many were deleted minutes ago.
 CHUNKS_BYTES = (8 * MIB, 2 * MIB, 256 * KIB)
-CHUNKS_PER_JOB = 16
 CONTENDERS = 3
 CHECKSUM_CPU_S_PER_GB = 0.04
-_POLL_S = 0.001
-_DEADLINE_S = 120.0
 _FIO_BUFFER_DEPTH = 16
-
-
-class Pool:
-    """A host region full of random bytes; both tiers move to and from it."""
-
-    def __init__(self, chunk_bytes: int, num_chunks: int) -> None:
-        self.num_chunks = num_chunks
-        # Twice the slots, of which the upper half is never touched: our tier refuses to queue stores of
-        # more than half of a pool, and here all are queued at once.
-        geometry = Geometry(num_slots=2 * num_chunks, worker_bytes=chunk_bytes, num_copies=1)
-        self.region = HostRegion.private(geometry)
-        self.total_bytes = num_chunks * chunk_bytes
-        self.rows = self.region.array[: self.total_bytes].reshape(num_chunks, chunk_bytes)
-        random = np.random.default_rng(5)
-        for row in self.rows:
-            row[:] = np.frombuffer(random.bytes(chunk_bytes), np.uint8)
-        self.expected = self.rows[:: max(num_chunks // 16, 1)].copy()
-
-    def clear(self) -> None:
-        self.rows[:] = 0
-        for slot in range(self.num_chunks):
-            self.region.forget_checksum(slot)
-
-    def check(self, who: str) -> None:
-        """A sample of chunks has the bytes that were stored."""
-        found = self.rows[:: max(self.num_chunks // 16, 1)]
-        assert np.array_equal(found, self.expected), f"{who} brought other bytes back"
-
-    def jobs(
-        self, keys: list[BlockKey]
-    ) -> Iterable[tuple[int, tuple[BlockKey, ...], tuple[int, ...]]]:
-        for number, first in enumerate(range(0, len(keys), CHUNKS_PER_JOB)):
-            last = min(first + CHUNKS_PER_JOB, len(keys))
-            yield number, tuple(keys[first:last]), tuple(range(first, last))
-
-
-class OursTier:
-    """pdoffload's `FsTier`, as the tiering room drives it."""
-
-    def __init__(self, pool: Pool, directory: Path) -> None:
-        self._pool = pool
-        self._next_job_id = 0
-        context = TierContext(
-            region=pool.region,
-            run_config=RunConfig(fields={"model_name": "bench"}),
-            transfer_timeout_s=_DEADLINE_S,
-        )
-        settings = FsTierConfig(root_dir=str(directory), direct="on", min_free_bytes=0)
-        self._tier = FsTier(settings, context)
-
-    def store(self, keys: list[BlockKey]) -> Cost:
-        # New bytes in the slots: their checksums are not known yet.
-        for slot in range(self._pool.num_chunks):
-            self._pool.region.forget_checksum(slot)
-        return measure(lambda: self._run(keys, self._tier.store))
-
-    def load(self, keys: list[BlockKey]) -> Cost:
-        return measure(lambda: self._run(keys, self._tier.load))
-
-    def _run(self, keys: list[BlockKey], verb: Callable[[Job], None]) -> None:
-        left = set()
-        for number, job_keys, slots in self._pool.jobs(keys):
-            left.add(self._next_job_id + number)
-            verb(Job(self._next_job_id + number, job_keys, slots))
-        self._next_job_id += len(left)
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while left:
-            for news in self._tier.poll():
-                assert isinstance(news, JobResult)
-                assert not news.failed, news.failed[0]
-                left.discard(news.job_id)
-            assert time.monotonic() < deadline_s
-            time.sleep(_POLL_S)
-
-    def close(self) -> None:
-        self._tier.close(timeout_s=_DEADLINE_S)
-
-
-class VllmTier:
-    """vLLM's `FileSystemTierManager` with its defaults, as its TieringOffloadingManager drives it."""
-
-    def __init__(self, pool: Pool, directory: Path, config: OffloadingConfig) -> None:
-        self._pool = pool
-        self._next_job_id = 0
-        self._request = ReqContext("bench")
-        self._tier = FileSystemTierManager(bare_spec(config), pool.rows.data, "fs", str(directory))
-        assert self._tier._use_o_direct, "no O_DIRECT here: compare on another disk"
-
-    def store(self, keys: list[BlockKey]) -> Cost:
-        return measure(lambda: self._run(keys, self._tier.submit_store, is_promotion=False))
-
-    def load(self, keys: list[BlockKey]) -> Cost:
-        return measure(lambda: self._run(keys, self._tier.submit_load, is_promotion=True))
-
-    def _run(
-        self, keys: list[BlockKey], verb: Callable[[TransferJob], None], *, is_promotion: bool
-    ) -> None:
-        left = set()
-        for number, job_keys, slots in self._pool.jobs(keys):
-            left.add(self._next_job_id + number)
-            verb(
-                TransferJob(
-                    job_id=self._next_job_id + number,
-                    keys=[OffloadKey(key) for key in job_keys],
-                    chunk_ids=np.array(slots, np.int32),
-                    is_promotion=is_promotion,
-                    req_context=self._request,
-                )
-            )
-        self._next_job_id += len(left)
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while left:
-            for result in self._tier.get_finished_jobs():
-                assert result.success
-                left.discard(result.job_id)
-            assert time.monotonic() < deadline_s
-            time.sleep(_POLL_S)
-
-    def close(self) -> None:
-        self._tier.shutdown()
 
 
 class Fio:
@@ -222,56 +84,30 @@ class Fio:
         return Cost(wall_s, wall_s * (job["usr_cpu"] + job["sys_cpu"]) / 100)
 
 
-class Round(msgspec.Struct):
-    """Names of one contender's chunks; new ones for every store round."""
-
-    who: str
-    number: int = 0
-
-    def keys(self, count: int) -> list[BlockKey]:
-        names = (f"{self.who} {self.number} {chunk}" for chunk in range(count))
-        return [make_key(hashlib.sha256(name.encode()).digest(), 0) for name in names]
-
-
 def measure_size(
     run: Run, directory: Path, chunk_bytes: int, total_bytes: int, rounds: int
 ) -> None:
     """Both tiers, and fio, at one chunk size: stores first, then loads, all taking turns."""
     pool = Pool(chunk_bytes, total_bytes // chunk_bytes)
-    config = offloading_config(chunk_bytes)
     fio_directory = directory / "fio"
     fio_directory.mkdir(parents=True)
-    ours, theirs = OursTier(pool, directory / "ours"), VllmTier(pool, directory / "vllm", config)
-    names = {"ours": Round("ours"), "vllm": Round("vllm")}
+    sides = {
+        "ours": our_fs(pool, directory / "ours"),
+        "vllm": stock_fs(pool, directory / "vllm", offloading_config(chunk_bytes)),
+    }
+    contenders = {name: Contender(name, side, pool, Window()) for name, side in sides.items()}
     fio_program = shutil.which("fio")
     fio = Fio(fio_program, chunk_bytes, pool.num_chunks, fio_directory) if fio_program else None
-
-    def fresh_store(who: str, store: Callable[[list[BlockKey]], Cost]) -> Cost:
-        names[who].number += 1
-        return store(names[who].keys(pool.num_chunks))
-
-    def checked_load(who: str, load: Callable[[list[BlockKey]], Cost]) -> Cost:
-        pool.clear()
-        cost = load(names[who].keys(pool.num_chunks))
-        pool.check(who)
-        return cost
-
     try:
-        stores = {
-            "ours": lambda: fresh_store("ours", ours.store),
-            "vllm": lambda: fresh_store("vllm", theirs.store),
-        }
-        loads = {
-            "ours": lambda: checked_load("ours", ours.load),
-            "vllm": lambda: checked_load("vllm", theirs.load),
-        }
+        stores: dict[str, Work] = {name: each.store for name, each in contenders.items()}
+        loads: dict[str, Work] = {name: each.load for name, each in contenders.items()}
         if fio is not None:
             stores["fio"], loads["fio"] = fio.store, fio.load
         run.add(_row("store", pool, chunk_bytes, alternate(stores, rounds)))
         run.add(_row("load", pool, chunk_bytes, alternate(loads, rounds)))
     finally:
-        ours.close()
-        theirs.close()
+        for each in contenders.values():
+            each.close()
         shutil.rmtree(directory)
 
 

@@ -132,3 +132,12 @@ def fabric() -> Interpreter:
         FI_PROVIDER="tcp",
         FI_TCP_IFACE="lo",
     )
+
+
+@pytest.fixture(scope="session")
+def ucxx_python() -> Path:
+    """The Python of the environment that holds UCX alone."""
+    python = Path(__file__).parents[1] / ".venv-ucxx" / "bin" / "python"
+    if not python.exists():
+        _miss("ucxx is missing: make ucxx")
+    return python

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+import pdoffload.config
+
 ROOT = Path(__file__).parents[1]
 
 # Importing vLLM alone takes a minute where others have the processor.
@@ -39,8 +41,13 @@ def common() -> ModuleType:
     return _load("common")
 
 
-def _smoke(name: str, tmp_path: Path, *arguments: str, timeout_s: float = 280) -> dict[str, Any]:
-    """Run `benchmarks/NAME.py --smoke` in a process of its own; the report it wrote."""
+def _smoke(
+    name: str, tmp_path: Path, *arguments: str, only: str = "", timeout_s: float = 280
+) -> dict[str, Any]:
+    """Run `benchmarks/NAME.py --smoke` in a process of its own; the report it wrote.
+
+    `only` is a part of it; `arguments` are options whose values are paths.
+    """
     report = tmp_path / "report.json"
     words = [
         sys.executable,
@@ -48,6 +55,7 @@ def _smoke(name: str, tmp_path: Path, *arguments: str, timeout_s: float = 280) -
         "--smoke",
         "--json",
         str(report),
+        *(["--only", only] if only else []),
     ]
     done = subprocess.run(
         [*words, *arguments],
@@ -61,9 +69,8 @@ def _smoke(name: str, tmp_path: Path, *arguments: str, timeout_s: float = 280) -
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(report.read_bytes())
     assert found["benchmark"] == name
-    assert found["command"] == f"python benchmarks/{name}.py --smoke", (
-        "a path of this machine got in"
-    )
+    command = f"python benchmarks/{name}.py --smoke" + (f" --only {only}" if only else "")
+    assert found["command"] == command, "a path of this machine got in"
     assert found["rows"]
     for row in found["rows"]:
         for figure, spread in row["figures"].items():
@@ -138,6 +145,86 @@ def test_peers_smoke(tmp_path: Path) -> None:
         assert row["case"]["what"].startswith(kind)
     left = {entry.name for entry in shared_memory.iterdir()} - before
     assert not {name for name in left if "peer-" in name}
+
+
+@pytest.mark.nixl
+@pytest.mark.usefixtures("ucxx_python")
+def test_raw_ucx_smoke(tmp_path: Path) -> None:
+    """The same bytes by NIXL and by UCX alone, over the transport UCX picks and over TCP."""
+    found = _smoke("raw_ucx", tmp_path)
+    asked = [row["case"]["UCX_TLS"] for row in found["rows"]]
+    assert asked == ["UCX's choice", "tcp"]
+    for row in found["rows"]:
+        assert {"nixl_over_ucx_put", "nixl_over_ucx_tag"} <= row["figures"].keys()
+        assert row["case"]["transports"] not in ("", "unknown"), "UCX did not say how it writes"
+    assert all(
+        name.startswith("tcp/") for name in found["rows"][1]["case"]["transports"].split("+")
+    )
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+def test_backends_fs_smoke(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rows = _smoke("backends", tmp_path, "--dir", str(disk), only="fs")["rows"]
+    who = {(row["case"]["direction"], row["case"]["who"]) for row in rows}
+    for direction in ("store", "load"):
+        assert {(direction, each) for each in ("POSIX uring", "POSIX aio", "vLLM")} <= who
+    assert not list(disk.iterdir()), "chunk files were left behind"
+
+
+@pytest.mark.nixl
+@pytest.mark.usefixtures("ucxx_python")
+def test_backends_peers_smoke(tmp_path: Path) -> None:
+    """Every backend that is there, and the yardsticks; what is not there is named."""
+    found = _smoke("backends", tmp_path, only="peers")
+    transport_of = {row["case"]["who"]: row["case"]["transport"] for row in found["rows"]}
+    assert {"UCX", "UCX tcp", "bare NIXL", "bare NIXL tcp", "UCX alone", "UCX alone tcp"} <= set(
+        transport_of
+    )
+    assert not {"", "unknown"} & set(transport_of.values()), transport_of
+    for name in ("LIBFABRIC tcp", "MOONCAKE tcp"):
+        named = any(remark.startswith(f"{name}: ") for remark in found["remarks"])
+        assert named != (name in transport_of)
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+@pytest.mark.s3
+def test_backends_obj_smoke(tmp_path: Path) -> None:
+    pytest.importorskip("pdoffload.tiers.obj", reason="this version has no obj tier")
+    pytest.importorskip("moto")
+    rows = _smoke("backends", tmp_path, only="obj")["rows"]
+    assert {(row["case"]["who"], row["case"]["in_flight"]) for row in rows} == {
+        (who, count) for who in ("ours", "vLLM") for count in (1, 2)
+    }
+
+
+@pytest.mark.nixl
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_backends_direct_smoke(tmp_path: Path, smollm2_dir: Path) -> None:
+    if "NixlDirectOffloadingSpec" not in pdoffload.config.SPECS:
+        pytest.skip("this version has no NixlDirectOffloadingSpec")
+    words = ("--model", str(smollm2_dir))
+    rows = _smoke("backends", tmp_path, *words, only="direct", timeout_s=580)["rows"]
+    assert [row["case"]["what"] for row in rows] == ["cold, stored", "disk hit"]
+
+
+@pytest.mark.usefixtures("ucxx_python")
+@pytest.mark.parametrize("dies", [0, 1], ids=["receiver", "writer"])
+def test_a_ucx_process_that_dies_is_told_and_none_is_left(dies: int) -> None:
+    from raw_ucx import RawUcx
+    from ucx_child import Operation
+
+    with RawUcx(Operation.PUT, chunk_bytes=4096, num_chunks=2, environment={}) as raw:
+        processes = [child.process for child in raw.children]
+        processes[dies].kill()
+        with pytest.raises(AssertionError, match="ended with -9"):
+            raw.write()
+    assert None not in [process.returncode for process in processes]
 
 
 @pytest.mark.nixl

@@ -99,8 +99,7 @@ class UcxEndpoints:
         library = _libraries()
         if endpoint is None or library is None or endpoint not in self._now():
             return UNKNOWN
-        text = _written(lambda out: library.ucp.ucp_ep_print_info(ctypes.c_void_p(endpoint), out))
-        return "+".join(_LANE.findall(text)) or UNKNOWN
+        return bulk_transports(endpoint)
 
     def _now(self) -> frozenset[int]:
         library = _libraries()
@@ -117,6 +116,15 @@ class UcxEndpoints:
         if not all(_ADDRESS.fullmatch(each) for each in found):
             return frozenset()
         return frozenset(int(each, 16) for each in found)
+
+
+def bulk_transports(endpoint: int) -> str:
+    """The transports and devices of bulk writes through the live UCX endpoint at this address."""
+    library = _libraries()
+    if library is None:
+        return UNKNOWN
+    text = _written(lambda out: library.ucp.ucp_ep_print_info(ctypes.c_void_p(endpoint), out))
+    return "+".join(_LANE.findall(text)) or UNKNOWN
 
 
 class _Libraries:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,9 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     num_right: int = 0
     """Those of them that had the right bytes."""
     took_s: float = 0.0
-    """From its start to its end."""
+    """From its start until the last of them was there; the comparison comes after."""
+    cpu_s: float = 0.0
+    """CPU seconds of the whole process meanwhile."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +255,7 @@ class PeerEngine:
                 break
         if not complete:
             return
+        wanted.end(self.clock.monotonic_s())
         slots = self.tiering.prepare_load(found, request_id)
         wanted.num_loaded = len(found)
         wanted.num_right = sum(
@@ -264,7 +268,6 @@ class PeerEngine:
         self.tiering.complete_load(found, request_id)
         self.tiering.plan.request_scheduled(request_id)
         self.tiering.request_finished(request_id)
-        wanted.end(self.clock.monotonic_s())
 
     def advance(self, duration_s: float) -> None:
         """Let time pass for this engine: for all of its deadlines, not for libzmq's heartbeats."""
@@ -359,12 +362,13 @@ class _Wanted:
         self.ended = False
         self.num_loaded = 0
         self.num_right = 0
-        self._started_s = started_s
-        self._took_s = 0.0
+        self._started_s, self._started_cpu_s = started_s, _cpu_seconds()
+        self._took_s = self._took_cpu_s = 0.0
 
     def end(self, now_s: float) -> None:
         self.ended = True
         self._took_s = now_s - self._started_s
+        self._took_cpu_s = _cpu_seconds() - self._started_cpu_s
 
     def told(self) -> Pulled:
         return Pulled(
@@ -372,4 +376,11 @@ class _Wanted:
             num_loaded=self.num_loaded,
             num_right=self.num_right,
             took_s=self._took_s,
+            cpu_s=self._took_cpu_s,
         )
+
+
+def _cpu_seconds() -> float:
+    """User and system seconds of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
