@@ -12,6 +12,9 @@ What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5
 - Before 1.5 a short read or write counts as done: the length of the files is compared instead.
 - Releasing a POSIX request in flight, and closing an agent over one, does not stop its I/O; the
   completion of it is written through a dangling pointer. We never do either.
+- OBJ and AZURE_BLOB likewise tell the first error of a request: of a request of one row nothing moves
+  after it, of others nobody knows. Their agent's end waits, under the interpreter lock, for requests
+  that still run (AZURE_BLOB: for queued ones too), minutes with a silent store: such an agent is kept.
 - UCX tells the first error of a request while other pieces of it may still move: UNKNOWN until the
   agent, and with it UCX's worker, is gone.
 
@@ -32,6 +35,7 @@ And of peers, between processes over TCP and over cma, on 1.5.1:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -44,19 +48,27 @@ from typing import Any
 import numpy as np
 
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import Backend, PosixBackend, UcxBackend
+from pdoffload.agent.backends import Backend, ObjBackend, PosixBackend, UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
 from pdoffload.agent.metadata import agent_name_in
 from pdoffload.agent.plugins import why_not_loaded
+from pdoffload.agent.process import (
+    bound_retries,
+    keep_rdma_out_of_a_machine_without_it,
+    waits_for_a_store,
+)
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
+from pdoffload.agent.validate import LOCAL_KINDS
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
 _abandoned: list[object] = []
-"""NIXL objects under which file I/O still ran when their agent was closed: never to be destroyed."""
+"""NIXL objects under which I/O of files or objects still ran when their agent was closed: to be kept."""
+
+_GIVEN_UP_S = 25.0
 
 # Raised by NIXL's core before a plugin has seen the request.
 _NOT_POSTED = (
@@ -112,6 +124,7 @@ class NixlDriver:
         self.params = {backend.name: self._create(backend) for backend in backends}
         kinds = {each: self._agent.get_backend_mem_types(each) for each in self.params}
         self._file_backends = [each for each in kinds if "FILE_SEG" in kinds[each]]
+        self._object_backends = [each for each in kinds if "OBJ_SEG" in kinds[each]]
         self._memory_backends = [
             each for each in kinds if not {"FILE_SEG", "OBJ_SEG", "BLK_SEG"} & set(kinds[each])
         ]
@@ -122,10 +135,13 @@ class NixlDriver:
         self._max_ios = posix.max_ios if posix else None
         self._endpoints = UcxEndpoints(name) if "UCX" in self.params else None
         self._ios = 0
+        self._clogged = False
         self._requests: set[_Request] = set()
 
     def _create(self, backend: Backend) -> dict[str, str]:
         reason = ""
+        if isinstance(backend, ObjBackend):
+            bound_retries()
         for params in backend.candidates():
             try:
                 _call("create_backend", self._agent.create_backend, backend.name, params)
@@ -136,8 +152,27 @@ class NixlDriver:
         why = why_not_loaded(backend.name) or "it loads, and refuses to start"
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
-    def register(self, kind: MemoryKind, rows: Rows) -> Any:
-        return _call("register_memory", self._agent.register_memory, rows, kind.value)
+    def register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> Any:
+        what: Any = rows
+        if kind is MemoryKind.OBJECT:
+            what = [(*row, name) for row, name in zip(rows.tolist(), names, strict=True)]
+        return _call("register_memory", self._agent.register_memory, what, kind.value)
+
+    def query(self, names: Sequence[str]) -> list[bool]:
+        if not self._object_backends:
+            raise NixlError("query_memory", f"no backend of {list(self.params)} has objects")
+        # NIXL's own description of a whole object that is not registered: nothing but its name.
+        asked = [(0, 0, 0, name) for name in names]
+        backend, kind = self._object_backends[0], MemoryKind.OBJECT.value
+        started_s = SYSTEM_CLOCK.monotonic_s()
+        try:
+            with waits_for_a_store():
+                told = _call("query_memory", self._agent.query_memory, asked, backend, kind)
+        except NixlError:
+            # The plugin gives a question up after 30 s, and its client goes on with it.
+            self._clogged |= SYSTEM_CLOCK.monotonic_s() - started_s > _GIVEN_UP_S
+            raise
+        return [each is not None for each in told]
 
     def deregister(self, handle: Any) -> None:
         _call("deregister_memory", self._agent.deregister_memory, handle)
@@ -173,7 +208,7 @@ class NixlDriver:
 
     def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> _Request:
         to_file = remote.kind is MemoryKind.FILE
-        backends = self._file_backends if to_file else self._memory_backends
+        backends = self._backends_for(remote.kind)
         if not backends:
             reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
             raise NixlError("initialize_xfer", reason)
@@ -182,7 +217,7 @@ class NixlDriver:
             # The plugin would queue a part of it and then refuse.
             reason = f"{self._ios} pieces in flight, {ios} more exceed max_ios {self._max_ios}"
             raise NixlError("initialize_xfer", reason)
-        if op is Op.READ and not to_file and peer is None:
+        if op is Op.READ and remote.kind in LOCAL_KINDS and peer is None:
             # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
             # its read is not.
             op, local, remote = Op.WRITE, remote, local
@@ -200,9 +235,15 @@ class NixlDriver:
             backends,
         )
         self._ios += ios
-        request = _Request(handle, ios, remote.rows if self._short_is_done and to_file else None)
+        files = remote.rows if self._short_is_done and to_file else None
+        request = _Request(handle, ios, files, len(remote))
         self._requests.add(request)
         return request
+
+    def _backends_for(self, remote: MemoryKind) -> list[str]:
+        if remote is MemoryKind.FILE:
+            return self._file_backends
+        return self._object_backends if remote is MemoryKind.OBJECT else self._memory_backends
 
     def start(self, handle: _Request) -> Verdict:
         return self._judge("transfer", self._agent.transfer, handle)
@@ -232,6 +273,8 @@ class NixlDriver:
             return Verdict(TransferState.UNKNOWN, error)
         if backend == "POSIX" and self._posix_loses_track:
             return Verdict(TransferState.UNKNOWN, error, spreads=True)
+        if backend in self._object_backends and request.rows == 1 and cause == "nixlBackendError":
+            return Verdict(TransferState.FAILED, error)
         if backend == "POSIX" and cause == "nixlBackendError":
             return Verdict(TransferState.FAILED, error)
         return Verdict(TransferState.UNKNOWN, error)
@@ -255,19 +298,25 @@ class NixlDriver:
         self._requests.discard(handle)
 
     def close(self, *, abandon: bool) -> None:
-        if abandon:
+        if abandon or self._clogged:
             # The handles too: NIXL's Python layer releases a handle that is garbage.
-            _abandoned.append((self._agent, self._requests))
+            left = (self._agent, self._requests)
+            _abandoned.append(left)
+            if "AZURE_BLOB" in self.params:
+                # The others are destroyed with the interpreter, which waits for OBJ's requests; without
+                # that the process aborts. AZURE_BLOB's may never end.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         del self._agent
 
 
 class _Request:
     """A NIXL request, the I/Os it takes of the POSIX queue, and its file rows where lengths matter."""
 
-    __slots__ = ("files", "handle", "ios")
+    __slots__ = ("files", "handle", "ios", "rows")
 
-    def __init__(self, handle: Any, ios: int, files: Rows | None) -> None:
+    def __init__(self, handle: Any, ios: int, files: Rows | None, rows: int) -> None:
         self.handle = handle
+        self.rows = rows
         self.ios = ios
         self.files = files
 
@@ -323,7 +372,7 @@ def _load() -> Any:
     except (ImportError, OSError) as error:
         reason = f"NIXL cannot be imported ({error}); get it by: pip install pdoffload[nixl]"
         raise BackendUnusable("import", reason) from error
-    _keep_rdma_out_of_a_machine_without_it()
+    keep_rdma_out_of_a_machine_without_it()
     # It logs to standard output, where reports and JSON go, and greets there for every agent.
     logger = logging.getLogger("nixl")
     for handler in logger.handlers:
@@ -332,21 +381,6 @@ def _load() -> Any:
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
     return api
-
-
-def _keep_rdma_out_of_a_machine_without_it() -> None:
-    """Tell UCX not to load its InfiniBand module where the kernel has no such device.
-
-    That module brings in the system's RDMA libraries, and with them a second libnl beside the one in
-    NIXL's wheel; both clean up at exit, and the process dies with SIGSEGV after its work is done. An
-    operator's own UCX_MODULES stands.
-    """
-    try:
-        has_rdma = bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        has_rdma = False
-    if not has_rdma:
-        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def _version() -> tuple[int, int]:
