@@ -28,6 +28,7 @@ demo-pd: model ## serve a model twice: a decoder takes its KV cache from a prefi
 
 test: model ## every test, those with a real vLLM included
 	@$(BIN)/python scripts/fetch_vllm_033.py || true
+	@scripts/get_azurite.sh || true
 	$(PYTEST)
 
 test-fast: setup ## the tests that need neither vLLM nor minutes

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from pdoffload.testing.azurite_server import AzuriteServer, why_no_azurite
+from pdoffload.testing.s3_server import S3Server
 
 CACHE = Path(__file__).parents[1] / ".cache"
 
@@ -15,6 +19,7 @@ CACHE = Path(__file__).parents[1] / ".cache"
 NEEDED_MODULES = {
     "nixl": ("nixl", "pip install 'pdoffload[nixl]'"),
     "vllm": ("vllm", "make setup"),
+    "s3": ("moto", "pip install 'moto[server]' boto3 azure-storage-blob"),
 }
 
 
@@ -55,3 +60,24 @@ def smollm2_dir(cache_dir: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         _miss("the demo's model is missing: make model")
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server with a bucket `chunks`; who signs may do anything."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        server.create_bucket("chunks")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite_server(
+    tmp_path_factory: pytest.TempPathFactory, cache_dir: Path
+) -> Iterator[AzuriteServer]:
+    """Azurite with a container `chunks`."""
+    reason = why_no_azurite(cache_dir)
+    if reason:
+        _miss(reason)
+    with AzuriteServer(tmp_path_factory.mktemp("azurite"), cache_dir) as server:
+        server.create_container("chunks")
+        yield server
