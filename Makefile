@@ -36,6 +36,7 @@ test: model ## every test, those with a real vLLM included
 	@$(BIN)/python scripts/fetch_vllm_033.py || true
 	@PYTHON=$(PYTHON) scripts/setup_fabric.sh || true
 	@PYTHON=$(PYTHON) scripts/setup_ucxx.sh || true
+	@scripts/get_azurite.sh || true
 	$(PYTEST)
 
 test-fast: setup ## the tests that need neither vLLM nor minutes

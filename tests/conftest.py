@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,8 +15,10 @@ import pytest
 
 from pdoffload.agent.needs import GPU_DEVICES
 from pdoffload.testing import verbs
+from pdoffload.testing.azurite_server import AzuriteServer, why_no_azurite
 from pdoffload.testing.cufile import MARK, build, environment, library_folder
 from pdoffload.testing.interpreter import Interpreter, of_environment
+from pdoffload.testing.s3_server import S3Server
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache"
@@ -26,6 +28,7 @@ NEEDED_MODULES = {
     "mooncake": ("mooncake", "pip install 'pdoffload[mooncake]'"),
     "nixl": ("nixl", "pip install 'pdoffload[nixl]'"),
     "vllm": ("vllm", "make setup"),
+    "s3": ("moto", "pip install 'moto[server]' boto3 azure-storage-blob"),
 }
 
 
@@ -137,7 +140,28 @@ def fabric() -> Interpreter:
 @pytest.fixture(scope="session")
 def ucxx_python() -> Path:
     """The Python of the environment that holds UCX alone."""
-    python = Path(__file__).parents[1] / ".venv-ucxx" / "bin" / "python"
+    python = ROOT / ".venv-ucxx" / "bin" / "python"
     if not python.exists():
         _miss("ucxx is missing: make ucxx")
     return python
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server with a bucket `chunks`; who signs may do anything."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        server.create_bucket("chunks")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite_server(
+    tmp_path_factory: pytest.TempPathFactory, cache_dir: Path
+) -> Iterator[AzuriteServer]:
+    """Azurite with a container `chunks`."""
+    reason = why_no_azurite(cache_dir)
+    if reason:
+        _miss(reason)
+    with AzuriteServer(tmp_path_factory.mktemp("azurite"), cache_dir) as server:
+        server.create_container("chunks")
+        yield server

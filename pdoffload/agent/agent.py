@@ -69,6 +69,26 @@ class Agent(ABC):
         """
 
     @abstractmethod
+    def register_objects(self, names: Sequence[str], sizes_bytes: Sequence[int]) -> Region:
+        """Make objects of the agent's store usable as the remote side; nothing is asked of the store.
+
+        `region.rows[i, 2]` is the device id of `names[i]`, never used by another live region; a row is an
+        offset into the object. An object is written whole, by one row that starts at 0, and appears when
+        all of it has arrived. A read past its end leaves the bytes there as they were, or fails. Raises
+        `MisuseError` for an empty name and for one that is given twice.
+        """
+
+    @abstractmethod
+    def query_objects(self, names: Sequence[str]) -> list[bool]:
+        """Whether the store holds each object, registered or not.
+
+        Waits for the store, without the interpreter lock and without a deadline: seconds where it
+        refuses, up to a minute where it is silent. For a thread that may be left behind. Raises
+        `NixlError` if the store did not answer for one of them (forbidden, failing, unreachable; which,
+        NIXL does not tell) and `MisuseError` for no name or an empty one.
+        """
+
+    @abstractmethod
     def metadata(self) -> bytes:
         """What another agent needs to reach the memory that is registered here now; see `add_peer`.
 
@@ -113,7 +133,8 @@ class Agent(ABC):
         With a `peer` the remote rows are addresses in the peer's process; rows outside of the memory its
         metadata named are a FAILED transfer. One that NIXL fails on the way, or posts to a peer that is
         gone, is UNKNOWN and settles when this agent is closed: NIXL tells the first error while other
-        rows may still move. `close` ends it for our memory, not for the peer's (see there).
+        rows may still move. `close` ends it for our memory, not for the peer's (see there). So is a
+        failed transfer of several objects; one of a single object is FAILED.
 
         Returns a transfer in any state; a refusal by NIXL is a FAILED transfer, not an exception. One
         that is not RUNNING any more is told by this return alone, `poll` does not repeat it.
@@ -158,9 +179,10 @@ class Agent(ABC):
         """Release every transfer, region, peer and the agent itself; idempotent.
 
         Waits up to `timeout_s` for what still runs. Copies between memories end here at the latest: those
-        transfers are settled afterwards. File I/O does not: a transfer whose I/O was not seen to end is
-        returned, UNKNOWN and unsettled for ever, with its agent left standing; the memory and the files
-        of it must not be freed or used again in this process. The list is empty in ordinary life.
+        transfers are settled afterwards. I/O of files and objects does not: a transfer whose I/O was not
+        seen to end is returned, UNKNOWN and unsettled for ever, with its agent left standing; the
+        memory and the files of it must not be freed or used again in this process. The list is empty in
+        ordinary life.
 
         A peer that is stopped or gone does not hold this up beyond `timeout_s`. Peers' access to the
         memory registered here ends too, with one exception: where they write by cma (`transport_of`,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from pdoffload.agent.agent import Op
@@ -98,8 +98,13 @@ class BoundedDriver:
 
     # --- the driver's calls ---
 
-    def register(self, kind: MemoryKind, rows: Rows) -> Any:
-        return self._ask("register_memory", lambda: self._there.register(kind, rows), ends=True)
+    def register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> Any:
+        return self._ask(
+            "register_memory", lambda: self._there.register(kind, rows, names), ends=True
+        )
+
+    def query(self, names: Sequence[str]) -> list[bool]:
+        return self._ask("query_memory", lambda: self._there.query(names))
 
     def deregister(self, handle: Any) -> None:
         self._ask("deregister_memory", lambda: self._there.deregister(handle), ends=True)

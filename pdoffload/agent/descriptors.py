@@ -28,7 +28,8 @@ class MemoryKind(enum.Enum):
 
 
 class Descriptors(msgspec.Struct, frozen=True):
-    """`rows` is C-contiguous uint64 of shape (n, 3), n >= 1: address or offset, length > 0, device or fd.
+    """`rows` is C-contiguous uint64 of shape (n, 3), n >= 1: address or offset, length > 0,
+    device, fd or the id of an object.
 
     The array is not copied: the caller leaves it alone until the transfer has been submitted.
     """

@@ -5,17 +5,18 @@ Everything the contract in `agent.py` promises is kept here, once, for NIXL and 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.completion import Patience
+from pdoffload.agent.counts import AgentCounts
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driver import Driver, Verdict
 from pdoffload.agent.peer import Peer, PeerTable
@@ -26,32 +27,14 @@ from pdoffload.agent.validate import (
     require_disjoint_destination,
     require_matching,
     require_memory,
+    require_names,
     require_timeout,
+    require_whole_objects,
 )
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import DeadlineExceeded, MisuseError, NixlError, TransferError
 
 _log = logging.getLogger(__name__)
-
-
-class AgentCounts(msgspec.Struct, frozen=True):
-    """NIXL objects this agent made and gave back since it was created."""
-
-    transfers_made: int = 0
-    transfers_released: int = 0
-    registrations_made: int = 0
-    registrations_released: int = 0
-    peers_added: int = 0
-    peers_removed: int = 0
-
-    @property
-    def balanced(self) -> bool:
-        """Whether everything made was given back."""
-        return (
-            self.transfers_made == self.transfers_released
-            and self.registrations_made == self.registrations_released
-            and self.peers_added == self.peers_removed
-        )
 
 
 class DrivenAgent(Agent):
@@ -70,6 +53,7 @@ class DrivenAgent(Agent):
         self._peers = PeerTable()
         self._registrations: dict[Region, Any] = {}
         self._generation = 0
+        self._object_ids = itertools.count(1)
         # Transfers whose memory may still be touched, with their driver handles. Those in `_mute`
         # are UNKNOWN and the driver has nothing more to tell about them: only `close` settles them.
         self._live: dict[Transfer, Any] = {}
@@ -111,9 +95,24 @@ class DrivenAgent(Agent):
         rows[:, 2] = fds
         return self._register(MemoryKind.FILE, rows)
 
-    def _register(self, kind: MemoryKind, rows: Rows) -> Region:
+    def register_objects(self, names: Sequence[str], sizes_bytes: Sequence[int]) -> Region:
+        self._enter("register_objects")
+        require_names("register_objects", names)
+        if len(names) != len(sizes_bytes) or min(sizes_bytes) < 1 or max(sizes_bytes) > 2**63:
+            raise MisuseError(f"register_objects: {len(names)} names, sizes {list(sizes_bytes)}")
+        rows = np.zeros((len(names), 3), dtype=np.uint64)
+        rows[:, 1] = sizes_bytes
+        rows[:, 2] = [next(self._object_ids) for _ in names]
+        return self._register(MemoryKind.OBJECT, rows, names)
+
+    def query_objects(self, names: Sequence[str]) -> list[bool]:
+        self._enter("query_objects")
+        require_names("query_objects", names)
+        return self._driver.query(names)
+
+    def _register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> Region:
         self._table.refuse_overlap(kind, rows)
-        handle = self._driver.register(kind, rows)
+        handle = self._driver.register(kind, rows, names)
         self._made[2] += 1
         self._generation += 1
         rows.flags.writeable = False
@@ -186,6 +185,7 @@ class DrivenAgent(Agent):
         self._enter("submit")
         require_timeout(timeout_s)
         require_matching(local, remote)
+        require_whole_objects(op, remote)
         owners = self._table.owners("local", local)
         if peer is None:
             owners += self._table.owners("remote", remote)
@@ -194,8 +194,8 @@ class DrivenAgent(Agent):
             require_memory(remote)
         if self._check_overlaps:
             require_disjoint_destination(op, local, remote)
-        touches_files = remote.kind is MemoryKind.FILE
-        handle, refusal = None, self._wedged if touches_files else None
+        touches_storage = remote.kind in (MemoryKind.FILE, MemoryKind.OBJECT)
+        handle, refusal = None, self._wedged if touches_storage else None
         if refusal is None:
             try:
                 handle = self._driver.make(op, local, remote, peer.name if peer else None)
@@ -207,7 +207,7 @@ class DrivenAgent(Agent):
             timeout_s=timeout_s,
             deadline_s=self._clock.monotonic_s() + timeout_s,
             regions=tuple(dict.fromkeys(owners)),
-            touches_files=touches_files,
+            touches_storage=touches_storage,
             peer=peer,
         )
         if refusal is not None:
@@ -287,10 +287,10 @@ class DrivenAgent(Agent):
 
     def _spread(self, origin: Transfer, cause: NixlError | None) -> None:
         """Nothing more is to be learnt of any transfer of this kind; a queue of files is lost for ever."""
-        if origin.touches_files:
+        if origin.touches_storage:
             self._wedged = cause
         for other in tuple(self._live):
-            if other.touches_files is origin.touches_files and other not in self._mute:
+            if other.touches_storage is origin.touches_storage and other not in self._mute:
                 error = _transfer_error(other.what, cause) if cause else None
                 if self._silence(other, error):
                     self._ended.append(other)
@@ -312,13 +312,14 @@ class DrivenAgent(Agent):
             return list(self._live)
         self._enter("close")
         self._drain(timeout_s)
-        # File I/O that NIXL cannot account for goes on in the kernel whatever is torn down here, and
-        # its completion would write into freed memory: then everything stays as it is, for ever.
-        stuck = [transfer for transfer in self._live if transfer.touches_files]
+        # I/O that NIXL cannot account for goes on in the kernel, or in a store's client, whatever is
+        # torn down here, and its completion would write into freed memory: then everything stays as it
+        # is, for ever. An agent over requests to a store would also wait for them, under the lock.
+        stuck = [transfer for transfer in self._live if transfer.touches_storage]
         if not stuck:
             self._tear_down()
         else:
-            _log.warning("agent %s leaves %d transfers to the kernel", self.name, len(stuck))
+            _log.warning("agent %s leaves %d transfers that do not end", self.name, len(stuck))
             for transfer in self._live:
                 self._silence(transfer, None)
         self._closed = True

@@ -7,6 +7,7 @@ with a `Verdict`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -38,8 +39,12 @@ DONE = Verdict(TransferState.DONE)
 class Driver(Protocol):
     """Called by one thread. Handles are opaque to the caller and stay valid until given back."""
 
-    def register(self, kind: MemoryKind, rows: Rows) -> Any:
-        """Make memory or files known; raises `NixlError`."""
+    def register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> Any:
+        """Make memory, files or objects (those have `names`, one a row) known; raises `NixlError`."""
+        ...
+
+    def query(self, names: Sequence[str]) -> list[bool]:
+        """Whether the store holds each object. Waits for it; raises `NixlError`."""
         ...
 
     def deregister(self, handle: Any) -> None:
@@ -90,5 +95,5 @@ class Driver(Protocol):
         ...
 
     def close(self, *, abandon: bool) -> None:
-        """Tear everything down. `abandon`: file I/O still runs, so touch nothing and leak it all."""
+        """Tear everything down. `abandon`: file or object I/O still runs: touch nothing, leak it all."""
         ...

@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import socket
 from collections import deque
+from collections.abc import Sequence
 
 from pdoffload.agent.agent import Op
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
@@ -119,7 +120,7 @@ class MooncakeDriver:
 
     # --- memory ---
 
-    def register(self, kind: MemoryKind, rows: Rows) -> list[int]:
+    def register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> list[int]:
         if kind is not MemoryKind.DRAM:
             raise MooncakeError("register_memory", f"{kind.value} is not host memory")
         done: list[int] = []
@@ -131,6 +132,9 @@ class MooncakeDriver:
             self._regions[address] = size_bytes
             done.append(address)
         return done
+
+    def query(self, names: Sequence[str]) -> list[bool]:
+        raise MooncakeError("query_memory", "a Transfer Engine has no objects")
 
     def deregister(self, handle: list[int]) -> None:
         while handle:

@@ -1,32 +1,7 @@
 """NIXL itself. The only module that imports it, and the only one that sees its errors and states.
 
-What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5.1:
-
-- Once a request has failed, NIXL never asks the plugin about it again.
-- POSIX with io_uring or Linux AIO, from NIXL 1.5: an I/O that fails or ends short fails its own request
-  alone, and the failure is told only when every I/O of that request has ended or been cancelled. (Only
-  a kernel that refuses the ring itself makes it tell earlier; nothing distinguishes that from here.)
-- POSIX with posix_aio, and every POSIX queue before 1.5: the error of one I/O is told to whichever
-  request is asked next, possibly to none or to all, while other I/Os go on; a request can be reported
-  done whose I/O failed. All file requests of the agent are UNKNOWN then, and it has to be replaced.
-- Before 1.5 a short read or write counts as done: the length of the files is compared instead.
-- Releasing a POSIX request in flight, and closing an agent over one, does not stop its I/O; the
-  completion of it is written through a dangling pointer. We never do either.
-- GDS_MT waits for every piece of a request before it tells of an error, counts a short read or write as
-  one, and tells of nothing but that: FAILED. Releasing a request in flight, and closing an agent over
-  one, waits for its I/O, for ever if need be. We never do either.
-- GDS counts the pieces that have ended and does not look at how: one that failed or ended short is DONE.
-  So is a request whose state cuFile refuses to tell. Only the length of a file is compared here; holes
-  show what was not written, checksums what was not read. A request of several batches gives the first
-  ones back to its pool again at each look, so a request is one batch (`FileLimits`). What a refused
-  submit has begun nobody knows, and its batch is used again: UNKNOWN, for all file requests.
-- GDS_MT and GDS give cuFile the caller's own descriptor, when a file is registered, and share one cuFile
-  handle among registrations of a descriptor in one agent; in GDS the first deregistration closes it for
-  all. Two live regions never share a file here (`RegionTable`).
-- UCX tells the first error of a request while other pieces of it may still move: UNKNOWN until the
-  agent, and with it UCX's worker, is gone.
-
-And of peers, between processes over TCP and over cma, on 1.5.1:
+What a failed request means stands in `pdoffload.agent.verdicts`. Of peers, between processes over TCP and
+over cma, tried on 1.5.1:
 
 - A peer killed in the middle of a write, or that closes its agent: the next state check raises
   nixlRemoteDisconnectError, within milliseconds. A peer that was killed before: so does the post.
@@ -48,24 +23,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-import stat
 import sys
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from pdoffload.agent import fabric
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import Backend
+from pdoffload.agent.backends import Backend, ObjBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
-from pdoffload.agent.driver import DONE, RUNNING, Verdict
+from pdoffload.agent.driver import RUNNING, Verdict
 from pdoffload.agent.limits import FileLimits
 from pdoffload.agent.metadata import Metadata, agent_name_in, read_metadata
-from pdoffload.agent.plugins import nixl_version, why_not_started
+from pdoffload.agent.plugins import why_not_started
+from pdoffload.agent.process import bound_retries, waits_for_a_store
 from pdoffload.agent.request import Request
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import (
@@ -74,16 +46,16 @@ from pdoffload.agent.ucx import (
     keep_rdma_out_of_a_machine_without_it,
     opens_to_cma,
 )
+from pdoffload.agent.validate import LOCAL_KINDS
+from pdoffload.agent.verdicts import Verdicts, was_refused
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
 
-# Raised by NIXL's core before a plugin has seen the request.
-_NOT_POSTED = (
-    "nixlNotFoundError",
-    "nixlInvalidParamError",
-    "nixlMismatchError",
-    "nixlNotSupportedError",
-)
+_abandoned: list[object] = []
+"""NIXL objects under which requests of OBJ still ran when their agent was closed. They are destroyed with the
+interpreter, which waits for those requests; without that the process aborts."""
+
+_GIVEN_UP_S = 25.0
 
 
 class NixlAgent(DrivenAgent):
@@ -126,12 +98,11 @@ class NixlDriver:
         self.params = {backend.name: self._create(backend) for backend in backends}
         kinds = {each: self._agent.get_backend_mem_types(each) for each in self.params}
         self._file_backends = [each for each in kinds if "FILE_SEG" in kinds[each]]
+        self._object_backends = [each for each in kinds if "OBJ_SEG" in kinds[each]]
         self._memory_backends = [
             each for each in kinds if not {"FILE_SEG", "OBJ_SEG", "BLK_SEG"} & set(kinds[each])
         ]
-        before_1_5 = nixl_version() < (1, 5)
-        self._posix_loses_track = before_1_5 or "use_posix_aio" in self.params.get("POSIX", {})
-        self._short_is_done = before_1_5 or "GDS" in self.params
+        self._verdicts = Verdicts(self.params)
         self._limits = FileLimits(backends)
         self._endpoints = UcxEndpoints(name) if "UCX" in self.params else None
         self._peers: dict[str, Metadata] = {}
@@ -140,9 +111,12 @@ class NixlDriver:
         self._broken = fabric.BrokenConnections() if has_fabric else None
         self._landing_pad: fabric.LandingPad | None = None
         self._requests: set[Request] = set()
+        self._clogged = False
 
     def _create(self, backend: Backend) -> dict[str, str]:
         reason = ""
+        if isinstance(backend, ObjBackend):
+            bound_retries()
         for params in backend.candidates():
             try:
                 _call("create_backend", self._agent.create_backend, backend.name, params)
@@ -153,8 +127,27 @@ class NixlDriver:
         why = why_not_started(backend.name)
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
-    def register(self, kind: MemoryKind, rows: Rows) -> Any:
-        return _call("register_memory", self._agent.register_memory, rows, kind.value)
+    def register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> Any:
+        what: Any = rows
+        if kind is MemoryKind.OBJECT:
+            what = [(*row, name) for row, name in zip(rows.tolist(), names, strict=True)]
+        return _call("register_memory", self._agent.register_memory, what, kind.value)
+
+    def query(self, names: Sequence[str]) -> list[bool]:
+        if not self._object_backends:
+            raise NixlError("query_memory", f"no backend of {list(self.params)} has objects")
+        # NIXL's own description of a whole object that is not registered: nothing but its name.
+        asked = [(0, 0, 0, name) for name in names]
+        backend, kind = self._object_backends[0], MemoryKind.OBJECT.value
+        started_s = SYSTEM_CLOCK.monotonic_s()
+        try:
+            with waits_for_a_store():
+                told = _call("query_memory", self._agent.query_memory, asked, backend, kind)
+        except NixlError:
+            # The plugin gives a question up after 30 s, and its client goes on with it.
+            self._clogged |= SYSTEM_CLOCK.monotonic_s() - started_s > _GIVEN_UP_S
+            raise
+        return [each is not None for each in told]
 
     def deregister(self, handle: Any) -> None:
         _call("deregister_memory", self._agent.deregister_memory, handle)
@@ -222,8 +215,8 @@ class NixlDriver:
     def make(self, op: Op, local: Descriptors, remote: Descriptors, peer: str | None) -> Request:
         to_file = remote.kind is MemoryKind.FILE
         # Of several NIXL takes any: the choice is ours.
-        backends = self._file_backends if to_file else self._memory_backends[:1]
-        if peer is not None and not to_file:
+        backends = self._backends_for(remote.kind)[:1]
+        if peer is not None and backends:
             backends = [self._backend_of(self._peers[peer])]
         if not backends:
             reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
@@ -231,7 +224,7 @@ class NixlDriver:
         refusal = self._limits.refusal(remote.rows) if to_file else ""
         if refusal:
             raise NixlError("initialize_xfer", refusal)
-        if op is Op.READ and not to_file and peer is None:
+        if op is Op.READ and remote.kind in LOCAL_KINDS and peer is None:
             # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
             # its read is not.
             op, local, remote = Op.WRITE, remote, local
@@ -242,7 +235,7 @@ class NixlDriver:
             except NixlError:
                 _call("release_xfer_handle", self._agent.release_xfer_handle, handles[0])
                 raise
-        request = Request(handles, remote.rows if to_file else None)
+        request = Request(handles, remote)
         if to_file:
             self._limits.take(len(remote))
         self._requests.add(request)
@@ -268,6 +261,11 @@ class NixlDriver:
             b"",
             backends,
         )
+
+    def _backends_for(self, remote: MemoryKind) -> list[str]:
+        if remote is MemoryKind.FILE:
+            return self._file_backends
+        return self._object_backends if remote is MemoryKind.OBJECT else self._memory_backends
 
     def _make_landing(self, remote: Descriptors, peer: str | None, backends: Sequence[str]) -> Any:
         """The read that ends when what was written to `remote` has landed."""
@@ -295,39 +293,18 @@ class NixlDriver:
         if state == "DONE":
             if request.advance():
                 return self._judge("transfer", self._agent.transfer, request)
-            return self._confirm(request)
+            return self._verdicts.of_end(request)
         return self._diagnose(request, NixlError(name, f"state {state}"))
 
     def _diagnose(self, request: Request, error: NixlError) -> Verdict:
-        cause = type(error.__cause__).__name__
-        if error.call == "transfer" and cause in _NOT_POSTED and not request.at:
+        if was_refused(error) and not request.at:
             return Verdict(TransferState.FAILED, error)
         try:
             backend = _call("query_xfer_backend", self._agent.query_xfer_backend, request.handle)
         except NixlError:
             # Which plugin failed only sharpens the verdict; without it the safe one stands.
             return Verdict(TransferState.UNKNOWN, error)
-        if backend == fabric.NAME or (backend == "POSIX" and self._posix_loses_track):
-            return Verdict(TransferState.UNKNOWN, error, spreads=True)
-        if backend == "GDS":
-            return Verdict(TransferState.UNKNOWN, error, spreads=True)
-        told_late = backend == "POSIX" or (backend == "GDS_MT" and error.call == "check_xfer_state")
-        if told_late and cause == "nixlBackendError":
-            return Verdict(TransferState.FAILED, error)
-        return Verdict(TransferState.UNKNOWN, error)
-
-    def _confirm(self, request: Request) -> Verdict:
-        if request.files is None or not self._short_is_done:
-            return DONE
-        ends = request.files[:, 0] + request.files[:, 1]
-        for fd in np.unique(request.files[:, 2]):
-            need = int(ends[request.files[:, 2] == fd].max())
-            status = os.fstat(int(fd))
-            have = status.st_size
-            if stat.S_ISREG(status.st_mode) and have < need:
-                reason = f"file {int(fd)} holds {have} of {need} bytes"
-                return Verdict(TransferState.FAILED, NixlError("check_xfer_state", reason))
-        return DONE
+        return self._verdicts.of_failure(request, backend, error)
 
     def release(self, handle: Request) -> None:
         while handle.handles:
@@ -338,12 +315,16 @@ class NixlDriver:
         self._requests.discard(handle)
 
     def close(self, *, abandon: bool) -> None:
-        if abandon:
-            # The handles too: NIXL's Python layer releases a handle that is garbage. One reference too
-            # many, and not a list of this module: that one goes when the interpreter ends, and GDS_MT
-            # would keep the process until its I/O has ended.
+        if abandon or self._clogged:
+            # The handles too: NIXL's Python layer releases a handle that is garbage.
             left = (self._agent, self._requests, self._landing_pad)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+            if "OBJ" in self.params:
+                _abandoned.append(left)
+            else:
+                # One reference too many, and not a list of this module: that one goes when the
+                # interpreter ends, and GDS_MT would keep the process until its I/O has ended, AZURE_BLOB
+                # for ever.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         del self._agent
 
 

@@ -21,8 +21,9 @@ Int = npt.NDArray[np.intp]
 class Region:
     """What one `register_*` call made known. Made by an agent, used on its thread.
 
-    `rows` are its pieces: (n, 3) of address (0 for files), size in bytes, device or fd. `generation` is
-    unique in the agent, so that a region of an earlier life of the same address is told apart.
+    `rows` are its pieces: (n, 3) of address (0 for files and objects), size in bytes, device, fd or id.
+    `generation` is unique in the agent, so that a region of an earlier life of the same address is told
+    apart.
     """
 
     __slots__ = ("_release", "generation", "kind", "released", "rows", "unsettled")

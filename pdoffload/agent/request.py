@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdoffload.agent.descriptors import Rows
+from pdoffload.agent.descriptors import Descriptors, MemoryKind
 
 
 class Request:
     """NIXL requests that are posted one after the other and are done when the last one is; mostly one.
 
-    Beside them its rows of files, if it has any.
+    Beside them how many rows they have, and the rows themselves where those are of files.
     """
 
-    __slots__ = ("at", "files", "handles")
+    __slots__ = ("at", "files", "handles", "rows")
 
-    def __init__(self, handles: list[Any], files: Rows | None) -> None:
+    def __init__(self, handles: list[Any], remote: Descriptors) -> None:
         self.handles = handles
         self.at = 0
-        self.files = files
+        self.rows = len(remote)
+        self.files = remote.rows if remote.kind is MemoryKind.FILE else None
 
     @property
     def handle(self) -> Any:

@@ -53,7 +53,7 @@ class Transfer:
         "regions",
         "size_bytes",
         "timeout_s",
-        "touches_files",
+        "touches_storage",
         "what",
     )
 
@@ -65,7 +65,7 @@ class Transfer:
         timeout_s: float,
         deadline_s: float,
         regions: tuple[Region, ...] = (),
-        touches_files: bool = False,
+        touches_storage: bool = False,
         peer: Peer | None = None,
     ) -> None:
         self.what = what
@@ -73,7 +73,7 @@ class Transfer:
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.regions = regions
-        self.touches_files = touches_files
+        self.touches_storage = touches_storage
         self.peer = peer
         self._state = TransferState.RUNNING
         self._error: PdOffloadError | None = None

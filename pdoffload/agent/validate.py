@@ -6,6 +6,7 @@ NIXL accepts floats as integers, and two sources into one destination, without a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from pdoffload.agent.region import first_overlap
 from pdoffload.errors import MisuseError
 
 LOCAL_KINDS = (MemoryKind.DRAM, MemoryKind.VRAM)
-REMOTE_KINDS = (MemoryKind.DRAM, MemoryKind.VRAM, MemoryKind.FILE)
+REMOTE_KINDS = (MemoryKind.DRAM, MemoryKind.VRAM, MemoryKind.FILE, MemoryKind.OBJECT)
 
 
 def require_matching(local: Descriptors, remote: Descriptors) -> None:
@@ -47,6 +48,18 @@ def require_disjoint_destination(op: Op, local: Descriptors, remote: Descriptors
     clash = first_overlap((local if op is Op.READ else remote).rows)
     if clash is not None:
         raise MisuseError(f"two rows write to the same bytes, at {clash[0]:#x}")
+
+
+def require_whole_objects(op: Op, remote: Descriptors) -> None:
+    """Raise `MisuseError` for a write into the middle of an object: stores replace objects whole."""
+    if op is Op.WRITE and remote.kind is MemoryKind.OBJECT and remote.rows[:, 0].any():
+        raise MisuseError("remote: an object is written from its first byte on")
+
+
+def require_names(call: str, names: Sequence[str]) -> None:
+    """Raise `MisuseError` unless `names` are names of objects, each given once."""
+    if not names or not all(names) or len(set(names)) != len(names):
+        raise MisuseError(f"{call}: wanted names, each once, got {list(names)!r:.200}")
 
 
 def require_timeout(timeout_s: float) -> None:

@@ -19,13 +19,13 @@ from pdoffload.config.options import (
     BUILT_IN_POLICIES,
     CPU_SPEC,
     DIRECT_SPEC,
-    LATER_TIER_TYPES,
     SPECS,
     TIER_TYPES,
     TIERING_SPEC,
     CustomTierConfig,
     FsTierConfig,
     Locality,
+    ObjTierConfig,
     OffloadConfig,
     P2pTierConfig,
     TierConfig,
@@ -33,6 +33,8 @@ from pdoffload.config.options import (
 )
 from pdoffload.config.peers import p2p_warnings, read_p2p_tier, resolve_p2p_address
 from pdoffload.config.reading import keys_of, name_text, read, shown, size_text, suggestion, text
+from pdoffload.config.store_options import StoreConfig
+from pdoffload.config.stores import obj_warnings, read_obj_tier, store_rows
 from pdoffload.errors import ConfigError, MisuseError
 from pdoffload.layout import Geometry
 
@@ -45,8 +47,10 @@ __all__ = [
     "CustomTierConfig",
     "FsTierConfig",
     "Locality",
+    "ObjTierConfig",
     "OffloadConfig",
     "P2pTierConfig",
+    "StoreConfig",
     "TierConfig",
     "Verify",
     "describe",
@@ -105,9 +109,11 @@ def _read_tier(given: Any, where: str, problems: list[str]) -> TierConfig | None
         values = read(FsTierConfig, given, f"{where}.", problems)
         problems += _mode_problems(values, given, where)
         return None if len(problems) > found_before else FsTierConfig(**values)
+    if kind == "obj":
+        return read_obj_tier(given, f"{where}.", problems)
     if kind == "p2p":
         return read_p2p_tier(given, f"{where}.", problems)
-    if "module_path" in given and kind not in LATER_TIER_TYPES:
+    if "module_path" in given:
         own = {name: given[name] for name in ("type", "module_path") if name in given}
         values = read(CustomTierConfig, own, f"{where}.", problems)
         options = {name: value for name, value in given.items() if name not in own}
@@ -123,8 +129,6 @@ def _type_problem(given: Mapping[str, Any]) -> str:
     if "type" not in given:
         return f"required and missing; allowed: {available}"
     kind = given["type"]
-    if kind in LATER_TIER_TYPES:
-        return f"{kind!r} is not available in this version; available: {available}"
     near = f" ({suggestion(kind, TIER_TYPES)})" if isinstance(kind, str) else ""
     return f"got {shown(kind)}{near}; allowed: {available}"
 
@@ -257,6 +261,8 @@ def warnings(config: OffloadConfig) -> list[str]:
     for i, tier in enumerate(config.secondary_tiers):
         if isinstance(tier, FsTierConfig):
             found += (f"secondary_tiers[{i}].{line}" for line in _fs_warnings(tier))
+        elif isinstance(tier, ObjTierConfig):
+            found += (f"secondary_tiers[{i}].{line}" for line in obj_warnings(tier))
         elif isinstance(tier, P2pTierConfig):
             found += (f"secondary_tiers[{i}].{line}" for line in p2p_warnings(tier))
     return found
@@ -299,7 +305,14 @@ def _tier_rows(tier: TierConfig) -> list[tuple[str, str]]:
             ("module_path", tier.module_path),
             *((name_text(name), "(given)") for name in tier.options),
         ]
-    return [(key.name, text(getattr(tier, key.name), key.unit)) for key in keys_of(type(tier))]
+    rows: list[tuple[str, str]] = []
+    for key in keys_of(type(tier)):
+        value = getattr(tier, key.name)
+        if isinstance(value, StoreConfig):
+            rows += store_rows(value)
+        else:
+            rows.append((key.name, text(value, key.unit)))
+    return rows
 
 
 def describe(config: OffloadConfig) -> str:

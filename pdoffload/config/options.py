@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from pdoffload.config.hosts import HOST_ALLOWED
 from pdoffload.config.reading import Unit, about
+from pdoffload.config.store_options import StoreConfig
 
 CPU_SPEC = "NixlCPUOffloadingSpec"
 TIERING_SPEC = "NixlTieringOffloadingSpec"
@@ -21,8 +22,7 @@ DIRECT_SPEC = "NixlDirectOffloadingSpec"
 SPECS = (CPU_SPEC, TIERING_SPEC, DIRECT_SPEC)
 ADAPTER_MODULE = "pdoffload.vllm"
 
-TIER_TYPES = ("fs", "p2p")
-LATER_TIER_TYPES = ("obj",)
+TIER_TYPES = ("fs", "obj", "p2p")
 P2P_BACKENDS = ("UCX", "LIBFABRIC", "MOONCAKE")
 LATER_P2P_BACKENDS = ("GPUNETIO", "UCCL")
 BUILT_IN_POLICIES = ("lru", "arc")
@@ -129,6 +129,38 @@ class FsTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table",
             own=True,
         ),
     ] = 0o600
+
+
+class ObjTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table", tag="obj"):
+    """A tier of objects in a bucket. It has no quota: a store's own lifecycle rules, or `pdoffload gc`."""
+
+    type: Annotated[Literal["obj"], about("Names this kind of tier.")] = "obj"
+    store_config: Annotated[
+        StoreConfig,
+        about("The store; see the table below.", allowed="an object with bucket and the like"),
+    ]
+    prefix: Annotated[
+        str,
+        about(
+            "Put before every key, with a `/` between.",
+            allowed="letters, digits, `-`, `_`, `.` and `=`, in parts joined by single slashes, none of "
+            "them `.` or `..`, 512 characters at most",
+        ),
+    ] = ""
+    io_threads: Annotated[
+        int, Meta(ge=1, le=64), about("Requests to the store at a time, for each direction.")
+    ] = 4
+    enable_kv_events: Annotated[
+        bool, about("Publish `BlockStored` with medium `STORAGE` for what this tier holds.")
+    ] = False
+    locality: Annotated[
+        Locality | None,
+        about("Where the medium is. Part of the events only when stated; never inferred."),
+    ] = None
+    backend: Annotated[
+        Literal["OBJ", "AZURE_BLOB"],
+        about("NIXL plugin that moves the bytes: S3 stores, or Azure's.", own=True),
+    ] = "OBJ"
 
 
 P2P_HOST_VARIABLE = "VLLM_P2P_SIDE_CHANNEL_HOST"
@@ -250,7 +282,7 @@ class CustomTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="tab
     ] = {}
 
 
-TierConfig = FsTierConfig | P2pTierConfig | CustomTierConfig
+TierConfig = FsTierConfig | ObjTierConfig | P2pTierConfig | CustomTierConfig
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,7 +345,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         about("Blocks whose lookups `store_threshold` counts at a time."),
     ] = 64_000
     secondary_tiers: Annotated[
-        tuple[FsTierConfig | P2pTierConfig | CustomTierConfig, ...],
+        tuple[FsTierConfig | ObjTierConfig | P2pTierConfig | CustomTierConfig, ...],
         about("Tier tables, asked in the order listed.", allowed="a list of tier tables"),
     ] = ()
     offload_prompt_only: Annotated[

@@ -43,13 +43,21 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     unit: Unit
     own: bool
     """Added by pdoffload; the others mean what they mean in vLLM."""
+    secret: bool
+    """Its value is never shown."""
 
 
 def about(
-    meaning: str, *, unit: Unit = Unit.PLAIN, allowed: str = "", own: bool = False
+    meaning: str,
+    *,
+    unit: Unit = Unit.PLAIN,
+    allowed: str = "",
+    own: bool = False,
+    secret: bool = False,
 ) -> msgspec.Meta:
     """The annotation of a field: its meaning, and `allowed` where the type does not say it all."""
-    return msgspec.Meta(description=meaning, extra={"unit": unit, "allowed": allowed, "own": own})
+    extra = {"unit": unit, "allowed": allowed, "own": own, "secret": secret}
+    return msgspec.Meta(description=meaning, extra=extra)
 
 
 @functools.cache
@@ -74,6 +82,7 @@ def _key(field: inspect.Field, annotation: Any) -> Key:
         allowed=extra["allowed"] or _allowed(described.type, extra["unit"]),
         unit=extra["unit"],
         own=extra["own"],
+        secret=extra["secret"],
     )
 
 
@@ -124,7 +133,8 @@ def read(
         try:
             values[name] = msgspec.convert(_normal(value, key.unit), key.annotation)
         except (msgspec.ValidationError, UnicodeEncodeError):
-            problems.append(f"{where}{name}: got {shown(value)}; allowed: {key.allowed}")
+            got = hidden(value) if key.secret else shown(value)
+            problems.append(f"{where}{name}: got {got}; allowed: {key.allowed}")
     problems.extend(
         f"{where}{key.name}: required and missing; allowed: {key.allowed}"
         for key in keys.values()
@@ -161,6 +171,11 @@ def shown(value: Any) -> str:
     except (TypeError, ValueError, RecursionError):
         written = f"a value of type {type(value).__name__}"
     return written if len(written) <= _LONGEST_VALUE else f"{written[: _LONGEST_VALUE - 3]}..."
+
+
+def hidden(value: Any) -> str:
+    """What is said of a secret in place of its value."""
+    return f"a value of type {type(value).__name__}, not shown"
 
 
 def name_text(name: Any) -> str:

@@ -7,14 +7,18 @@ import msgspec
 from pdoffload.config.options import (
     CustomTierConfig,
     FsTierConfig,
+    ObjTierConfig,
     OffloadConfig,
     P2pTierConfig,
 )
 from pdoffload.config.reading import Key, keys_of, text
+from pdoffload.config.store_options import StoreConfig
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("kv_connector_extra_config", OffloadConfig),
     ("secondary_tiers: type fs", FsTierConfig),
+    ("secondary_tiers: type obj", ObjTierConfig),
+    ("store_config of an obj tier", StoreConfig),
     ("secondary_tiers: type p2p", P2pTierConfig),
     ("secondary_tiers: a tier class from elsewhere", CustomTierConfig),
 )
@@ -68,7 +72,26 @@ It exits with 0 and prints every setting as it will be used, or with 2 and one l
   connector `PdOffloadConnector`, and one worker. Settings of the host pool are not used then.
 
 Settings that work but are perhaps not meant so (a tiering spec without tiers, `verify` off, a
-relative `root_dir`, a `p2p` tier without authentication) are warnings.
+relative `root_dir`, a store reached by `http`, credentials in the configuration, a `p2p` tier without
+authentication) are warnings.
+
+## Object stores
+
+An `obj` tier keeps chunks as objects in a bucket of an S3 store, or in a container of Azure's:
+
+```json
+{"spec_name": "NixlTieringOffloadingSpec", "cpu_bytes_to_use": 10737418240,
+ "secondary_tiers": [{"type": "obj", "prefix": "kv",
+                      "store_config": {"bucket": "kv-cache", "region": "eu-central-1",
+                                       "scheme": "https"}}]}
+```
+
+Leave credentials out: then the SDK takes them from its own chain (environment, files, the machine's role;
+with AZURE_BLOB also `AZURE_STORAGE_CONNECTION_STRING`). Where they are given here, no message, log or listing
+of pdoffload shows them, but vLLM prints its whole configuration into its own log; that is a warning. At
+start the store is tried: an object is written and read back, and whatever is in the way is named within ten
+seconds. `max_bytes` is not a key of this tier, because NIXL deletes no object: give the bucket a lifecycle
+rule, or run `pdoffload gc`.
 
 ## Peers
 
@@ -108,7 +131,6 @@ loaded, so sharing with stock vLLM needs `if_present`.
 """
 
 _TAIL = """
-The tier type `obj` belongs to a later version; naming it is a problem that says so.
 """
 
 

@@ -52,6 +52,11 @@ def file_rows(fd: int, *slots: int, size_bytes: int = PAGE) -> Descriptors:
     return pieces(MemoryKind.FILE, [slot * PAGE for slot in slots], size_bytes, fd)
 
 
+def object_rows(device: int, *, size_bytes: int = PAGE) -> Descriptors:
+    """The first bytes of the object that is registered as `device`."""
+    return pieces(MemoryKind.OBJECT, [0], size_bytes, device)
+
+
 class AgentRig(ABC):
     """The agent of a test is `agent`, its two memories are `here` and `there`."""
 

@@ -1,7 +1,8 @@
 """A fake agent: the bookkeeping of the real one over a driver that moves the bytes itself.
 
-`FakeDriver` really copies, with memmove between memories and pread/pwrite to files, so that a test built
-on it sees wrong bytes. It can be told to refuse, to fail, to take time and to hang, at any call:
+`FakeDriver` really copies, with memmove between memories, pread/pwrite to files and a dictionary of
+objects, so that a test built on it sees wrong bytes. It can be told to refuse, to fail, to take time and
+to hang, at any call:
 
     fake = FakeDriver()
     agent = FakeAgent(driver=fake)
@@ -24,6 +25,7 @@ import math
 import os
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -44,6 +46,7 @@ FakeCall = Literal[
     "add_peer",
     "remove_peer",
     "progress",
+    "query",
     "make",
     "start",
     "check",
@@ -70,6 +73,32 @@ class FakeNetwork:
 _NETWORK = FakeNetwork()
 
 
+class FakeStore:
+    """A bucket: what lies in it, by name. Those who share one share its objects."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.names: dict[int, str] = {}
+        """Device id -> name, of the registrations of one driver."""
+
+    def of_one_driver(self) -> FakeStore:
+        """The same objects, with registrations of its own."""
+        other = FakeStore()
+        other.objects = self.objects
+        return other
+
+    def move(self, op: Op, address: int, size: int, offset: int, device: int) -> None:
+        """One row. As from a store, a read gets what lies in the range, and fails where nothing does."""
+        name = self.names[device]
+        if op is Op.WRITE:
+            self.objects[name] = ctypes.string_at(address, size)
+            return
+        found = self.objects.get(name, b"")[offset : offset + size]
+        if not found:
+            raise OSError(f"{name}: nothing there")
+        ctypes.memmove(address, found, len(found))
+
+
 class FakeRequest:
     """One posted or unposted request. The arrays are copied: NIXL too takes a copy of the lists."""
 
@@ -80,14 +109,22 @@ class FakeRequest:
         self.local = local.rows.tolist()
         self.remote = remote.rows.tolist()
         self.peer = peer
-        self.to_file = remote.kind is MemoryKind.FILE
+        self.kind = remote.kind
         self.posted_s: float | None = None
         self.held = False
 
-    def move(self) -> None:
+    @property
+    def at_once(self) -> bool:
+        """NIXL moves the bytes while it posts."""
+        return self.kind not in (MemoryKind.FILE, MemoryKind.OBJECT)
+
+    def move(self, store: FakeStore) -> None:
         """Copy every row now. Raises `OSError` for a failed I/O and for a short one."""
         for (address, size, _), (place, _, fd) in zip(self.local, self.remote, strict=True):
-            if not self.to_file:
+            if self.kind is MemoryKind.OBJECT:
+                store.move(self.op, address, size, place, fd)
+                continue
+            if self.at_once:
                 source, target = (address, place) if self.op is Op.WRITE else (place, address)
                 ctypes.memmove(target, source, size)
                 continue
@@ -104,7 +141,8 @@ class FakeRequest:
 class FakeDriver:
     """A `Driver` without NIXL. May be scripted from any thread; driven by its agent's thread.
 
-    Like NIXL, it copies between memories inside `start`, and moves file bytes while it is checked.
+    Like NIXL, it copies between memories inside `start`, and moves bytes of files and objects while it is
+    checked.
     Misuse that would crash NIXL (a handle given back twice) raises `MisuseError`.
     """
 
@@ -114,6 +152,7 @@ class FakeDriver:
         clock: Clock = SYSTEM_CLOCK,
         delay_s: float = 0.0,
         network: FakeNetwork = _NETWORK,
+        store: FakeStore | None = None,
     ) -> None:
         self.calls: list[str] = []
         """Every call so far, by name."""
@@ -121,6 +160,7 @@ class FakeDriver:
         """As if the process were gone: whatever moves to or from its memory is UNKNOWN."""
         self.notifications = 0
         """How many the next `progress` finds."""
+        self.store = store.of_one_driver() if store else FakeStore()
         self._name = ""
         self._network = network
         self._peers: dict[str, FakeMetadata] = {}
@@ -162,11 +202,18 @@ class FakeDriver:
         self._name = name
         self._network.members[name] = self
 
-    def register(self, kind: MemoryKind, rows: Rows) -> int:
+    def register(self, kind: MemoryKind, rows: Rows, names: Sequence[str] = ()) -> int:
         self._play("register")
         handle = next(self._next_registration)
-        self._registrations[handle] = None if kind is MemoryKind.FILE else rows
+        in_memory = kind not in (MemoryKind.FILE, MemoryKind.OBJECT)
+        self._registrations[handle] = rows if in_memory else None
+        if kind is MemoryKind.OBJECT:
+            self.store.names |= dict(zip(rows[:, 2].tolist(), names, strict=True))
         return handle
+
+    def query(self, names: Sequence[str]) -> list[bool]:
+        self._play("query")
+        return [name in self.store.objects for name in names]
 
     def deregister(self, handle: int) -> None:
         self._play("deregister")
@@ -219,7 +266,7 @@ class FakeDriver:
         self._holding -= handle.held
         if scripted is not None:
             return scripted
-        return RUNNING if handle.to_file else self._advance(handle)
+        return self._advance(handle) if handle.at_once else RUNNING
 
     def check(self, handle: FakeRequest) -> Verdict:
         scripted = self._play("check")
@@ -261,7 +308,7 @@ class FakeDriver:
             if peer is None or peer.dead or not _covers(peer._memory(), rows):
                 raise NixlError("check_xfer_state", "NIXL_ERR_REMOTE_DISCONNECT")
         try:
-            request.move()
+            request.move(self.store)
         except OSError as error:
             return Verdict(TransferState.FAILED, NixlError("check_xfer_state", str(error)))
         return DONE

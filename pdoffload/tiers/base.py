@@ -117,6 +117,8 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of which any chunk failed; dropped ones are counted below instead."""
     failed_loads: int = 0
     """Jobs of which any chunk failed."""
+    failed_lookups: int = 0
+    """Chunks looked up of which the medium said nothing, or refused to; a lookup calls that a miss."""
     dropped_stores: int = 0
     """Stores refused because the queue was full, or the tier full or degraded."""
     deadlines_exceeded: int = 0

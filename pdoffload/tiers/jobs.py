@@ -118,12 +118,12 @@ class JobBook:
 
     def _tell(self, live: LiveJob) -> None:
         outcomes, job = live.outcomes, live.job
-        bad = {key for key, _ in live.failed}
+        bad = dict(live.failed)
         starts = [o.part.started_s for o in outcomes if o.part.started_s is not None]
         live.result = JobResult(
             job_id=job.job_id,
             succeeded=tuple(key for key in job.keys if key not in bad) if bad else job.keys,
-            failed=tuple(live.failed),
+            failed=tuple((key, bad[key]) for key in job.keys if key in bad),
             settled=not live.unsettled,
             moved_bytes=sum(o.moved_bytes for o in outcomes),
             already_present=sum(o.already_present for o in outcomes),

@@ -56,6 +56,7 @@ _TIER_COUNTERS = {
     "vanished_chunks": "Chunks that a lookup had found and a load had not.",
     "failed_stores": "Chunks whose store failed.",
     "failed_loads": "Chunks whose load failed.",
+    "failed_lookups": "Chunks looked up of which the tier could not tell: forbidden, unreachable.",
     "dropped_stores": "Chunks not stored because the tier was full, degraded or behind.",
     "deadlines_exceeded": "Jobs that were given up at their deadline.",
     "bytes_written": "Bytes written to the tier's medium.",

@@ -25,7 +25,7 @@ from pdoffload import config as settings
 from pdoffload.agent.agent import Agent
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.nixl import NixlAgent
-from pdoffload.config import FsTierConfig, P2pTierConfig, TierConfig
+from pdoffload.config import FsTierConfig, ObjTierConfig, P2pTierConfig, TierConfig
 from pdoffload.config.peers import resolve_p2p_address
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
@@ -38,6 +38,7 @@ from pdoffload.tiering.manager import Tiering
 from pdoffload.tiers.base import Tier, TierContext
 from pdoffload.tiers.fs.paths import root_problems
 from pdoffload.tiers.fs.tier import FsTier
+from pdoffload.tiers.obj.tier import ObjTier
 from pdoffload.tiers.peer import open_peer_tier
 from pdoffload.vllm import compat, metrics
 from pdoffload.vllm.manager import NixlOffloadingManager
@@ -225,6 +226,14 @@ class NixlTieringOffloadingSpec(NixlCPUOffloadingSpec):
                     table.root_dir,
                 )
             return FsTier(table, context)
+        if isinstance(table, ObjTierConfig):
+            if table.enable_kv_events and not self.kv_events_config.enable_kv_cache_events:
+                logger.warning(
+                    "enable_kv_events is set on tier obj in bucket %s, but KV events are off in the "
+                    "engine: nothing will be published",
+                    table.store_config.bucket,
+                )
+            return ObjTier(table, context)
         if isinstance(table, P2pTierConfig):
             index = self.config.parallel.data_parallel_index
             host, port = resolve_p2p_address(table, os.environ, index)

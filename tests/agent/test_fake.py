@@ -19,6 +19,7 @@ from pdoffload.testing.agent_contract import AgentContract
 from pdoffload.testing.agent_rig import PAGE, Memory, file_rows
 from pdoffload.testing.agents import FakeAgent, FakeDriver, FakeNetwork
 from pdoffload.testing.clock import FakeClock
+from pdoffload.testing.object_contract import ObjectContract
 from pdoffload.testing.peer_contract import PeerContract
 
 
@@ -37,6 +38,11 @@ class TestContract(AgentContract):
             Op.READ, local, file_rows(fd, 0), timeout_s=timeout_s, what="stalled load"
         )
         return transfer, agent.driver.let_go
+
+
+class TestObjects(ObjectContract):
+    def make_agent(self, clock: Clock) -> FakeAgent:
+        return FakeAgent(clock=clock)
 
 
 class TestPeers(PeerContract):

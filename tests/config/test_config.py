@@ -151,7 +151,7 @@ def test_all_problems_are_reported_together() -> None:
         'offload_prompt_only: got "no"; allowed: true or false',
         "secondary_tiers[0].n_read_thread: unknown key; nearest: n_read_threads",
         "secondary_tiers[0].root_dir: required and missing",
-        "secondary_tiers[1].type: 'obj' is not available in this version",
+        "secondary_tiers[1].store_config: required and missing",
         "secondary_tiers[2]: got 7",
         "secondary_tiers: NixlCPUOffloadingSpec has host memory alone; set spec_name to "
         "NixlTieringOffloadingSpec",
@@ -451,21 +451,11 @@ def test_tiers_keep_their_order() -> None:
     assert roots == ["/b", "/a", "/c"]
 
 
-@pytest.mark.parametrize("kind", ["obj"])
-def test_a_tier_of_a_later_version_is_told_apart_from_a_wrong_one(kind: str) -> None:
-    for table in ({"type": kind}, {"type": kind, "module_path": "my.tiers"}):
-        problem = the_problem({**TIERING, "secondary_tiers": [table]})
-        assert problem == (
-            f"secondary_tiers[0].type: '{kind}' is not available in this version; "
-            "available: fs, p2p, or the name of a class together with module_path"
-        )
-
-
 @pytest.mark.parametrize("table", [{}, {"type": "FS"}, {"type": "disk"}, {"type": 3}])
 def test_an_unknown_tier_type_names_the_known(table: dict[str, Any]) -> None:
     problem = the_problem({**TIERING, "secondary_tiers": [table]})
     assert problem.startswith("secondary_tiers[0].type: ")
-    assert "allowed: fs, p2p, or the name of a class together with module_path" in problem
+    assert "allowed: fs, obj, p2p, or the name of a class together with module_path" in problem
 
 
 def test_a_tier_from_elsewhere_keeps_its_own_keys() -> None:

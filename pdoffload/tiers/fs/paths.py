@@ -13,18 +13,16 @@ made in another way) or worse, and the name cannot tell.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 import uuid
-from typing import Any
 
 from pdoffload.errors import ConfigError
 from pdoffload.layout import BlockKey, RunConfig, block_hash, group_index
+from pdoffload.tiers.run_config import compare_config, config_text
 
 CONFIG_NAME = "config.json"
 TEMP_NAME = ".tmp"
-_OWN_OBJECT = "pdoffload"
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -130,69 +128,14 @@ def open_namespace(root_dir: str, run_config: RunConfig, rank: int, file_mode: i
 
 def _settle_config(space: Namespace, run_config: RunConfig) -> None:
     path = f"{space.config_dir}/{CONFIG_NAME}"
-    ours = _as_json(run_config.fields)
-    guards = _as_json(run_config.guards)
-    text = json.dumps({**ours, _OWN_OBJECT: {"guards": guards}}, indent=2, sort_keys=True)
+    text = config_text(run_config)
     if not os.path.exists(path) and _publish(space, path, text, replace=False):
         return
-    stored = _read_config(path)
-    own = stored.pop(_OWN_OBJECT, None)
-    _compare_fields(path, stored, ours)
-    if own is None:
-        if os.access(space.config_dir, os.W_OK):
-            _publish(space, path, text, replace=True)
-        return
-    their_guards = own.get("guards", {}) if isinstance(own, dict) else {}
-    _compare_guards(path, their_guards if isinstance(their_guards, dict) else {}, guards)
-
-
-def _as_json(value: Any) -> dict[str, Any]:
-    """`value` as it will be read back, so that tuples and lists compare equal."""
-    result: dict[str, Any] = json.loads(json.dumps(value))
-    return result
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            stored = json.load(file)
-    except ValueError as error:
-        raise ConfigError(
-            [f"root_dir: {path} is not JSON ({error}); restore it, or remove its folder"]
-        ) from error
-    if not isinstance(stored, dict):
-        raise ConfigError([f"root_dir: {path} holds no object; restore it, or remove its folder"])
-    return stored
-
-
-def _compare_fields(path: str, stored: dict[str, Any], ours: dict[str, Any]) -> None:
-    different = [
-        f"{name} is {stored.get(name, 'absent')!r} there and {ours.get(name, 'absent')!r} here"
-        for name in sorted({*stored, *ours})
-        if stored.get(name, _ABSENT) != ours.get(name, _ABSENT)
-    ]
-    if different:
-        raise ConfigError(
-            [
-                f"root_dir: {path} does not match its folder: {'; '.join(different)}; "
-                "it was edited or cut: restore it, or remove the folder"
-            ]
-        )
-
-
-_ABSENT = object()
-
-
-def _compare_guards(path: str, stored: dict[str, Any], ours: dict[str, Any]) -> None:
-    problems = [
-        f"{name}: the chunks under {path} were made with {stored[name]!r}, this process has "
-        f"{ours[name]!r}, so that none of them would ever be found; set it equal, or use another "
-        "root_dir"
-        for name in sorted({*stored} & {*ours})
-        if stored[name] != ours[name]
-    ]
-    if problems:
-        raise ConfigError(problems)
+    with open(path, "rb") as file:
+        stored = file.read()
+    guarded = compare_config("root_dir", path, stored, run_config)
+    if not guarded and os.access(space.config_dir, os.W_OK):
+        _publish(space, path, text, replace=True)
 
 
 def _publish(space: Namespace, path: str, text: str, *, replace: bool) -> bool:

@@ -1,6 +1,6 @@
 """The scheduler's side: vLLM's OffloadingManager over what is known of chunk files. It moves no byte.
 
-The truth is the file system, asked by a thread of its own (`FileLookup`). Workers tell how their jobs fared;
+The truth is the file system, asked by a thread of its own (`ChunkLookup`). Workers tell how their jobs fared;
 without their word (it comes by our connector, one step after a job at the latest) the files are asked again.
 """
 
@@ -25,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pdoffload.layout import BlockKey
 from pdoffload.tiers.base import Locality as TierLocality
 from pdoffload.tiers.base import Lookup
-from pdoffload.tiers.fs.lookup import FileLookup
+from pdoffload.tiers.lookup import ChunkLookup
 from pdoffload.vllm.direct.jobs import DirectNews, KeysSpec
 from pdoffload.vllm.metrics import DirectStatsReader
 
@@ -51,7 +51,7 @@ class NixlDirectManager(OffloadingManager):
 
     def __init__(
         self,
-        lookup: FileLookup,
+        lookup: ChunkLookup,
         *,
         fingerprint: bytes,
         locality: TierLocality | None = None,

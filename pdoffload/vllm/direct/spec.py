@@ -20,7 +20,7 @@ from pdoffload.config import DIRECT_SPEC, FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
 from pdoffload.memory.device import enter_thread, view_caches
-from pdoffload.tiers.fs.lookup import FileLookup
+from pdoffload.tiers.fs.lookup import file_lookup
 from pdoffload.tiers.fs.memory import FsContext
 from pdoffload.tiers.fs.paths import open_namespace, root_problems
 from pdoffload.tiers.fs.start import sound_sizes
@@ -101,7 +101,7 @@ class NixlDirectOffloadingSpec(OffloadingSpec):
                 "enable_kv_events is set, but KV events are off in the engine: nothing will be published"
             )
         logger.info("pdoffload: chunks of %d bytes, device <-> %s", self.chunk_bytes, space.base)
-        lookup = FileLookup(
+        lookup = file_lookup(
             space,
             sound_sizes(self.chunk_bytes, self.settings.verify),
             timeout_s=self.settings.transfer_timeout_s,

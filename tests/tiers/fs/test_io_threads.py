@@ -21,9 +21,9 @@ from pdoffload.memory.host import HostRegion
 from pdoffload.testing.agents import FakeAgent, FakeCall, FakeDriver
 from pdoffload.testing.fs_rig import Fakes, FsRig, open_fs
 from pdoffload.testing.tier_rig import ShiftedClock, filled_region, keys_of
+from pdoffload.tiers import io_threads as io_module
 from pdoffload.tiers.base import Lookup
-from pdoffload.tiers.fs import io_threads as io_module
-from pdoffload.tiers.fs.io_threads import MAX_STUCK
+from pdoffload.tiers.io_threads import MAX_STUCK
 
 TIMEOUT_S = 30.0
 A, B, C, D = keys_of("a", "b", "c", "d")

@@ -13,8 +13,9 @@ from pdoffload.layout import BlockKey, RunConfig
 from pdoffload.testing.clock import FakeClock
 from pdoffload.testing.tier_rig import keys_of
 from pdoffload.tiers.base import Lookup
-from pdoffload.tiers.fs.lookup import ABSENT_S, MAX_PENDING, FileLookup
+from pdoffload.tiers.fs.lookup import file_lookup
 from pdoffload.tiers.fs.paths import open_namespace
+from pdoffload.tiers.lookup import ABSENT_S, MAX_PENDING
 
 SIZE = 5000
 TIMEOUT_S = 30.0
@@ -32,7 +33,7 @@ class Rig:
         self.open.set()
         self.asked: list[str] = []
         self.threads: set[int] = set()
-        self.lookup = FileLookup(
+        self.lookup = file_lookup(
             self.space, (SIZE,), timeout_s=TIMEOUT_S, clock=self.clock, stat=self._stat
         )
 
@@ -193,7 +194,7 @@ def test_an_error_of_the_disk_is_a_miss(tmp_path: Path, number: int) -> None:
         raise OSError(number, os.strerror(number), path)
 
     space = open_namespace(str(tmp_path), RunConfig(fields={"model_name": "m"}), 0, 0o600)
-    lookup = FileLookup(space, (SIZE,), timeout_s=1, clock=FakeClock(), stat=refuse)
+    lookup = file_lookup(space, (SIZE,), timeout_s=1, clock=FakeClock(), stat=refuse)
     try:
         lookup.ask((A,))
         for _ in range(5000):

@@ -12,8 +12,9 @@ from device_rig import RUN_CONFIG
 from pdoffload.config import Locality
 from pdoffload.testing.tier_rig import ShiftedClock, keys_of
 from pdoffload.tiers.base import TierStats
-from pdoffload.tiers.fs.lookup import ABSENT_S, FileLookup
+from pdoffload.tiers.fs.lookup import file_lookup
 from pdoffload.tiers.fs.paths import open_namespace
+from pdoffload.tiers.lookup import ABSENT_S
 
 with warnings.catch_warnings():
     # vLLM and what it imports warn of one another; that is not ours to judge.
@@ -35,7 +36,7 @@ class Bench:
     def __init__(self, root: Path, **options) -> None:
         self.space = open_namespace(str(root), RUN_CONFIG, 0, 0o600)
         self.clock = ShiftedClock()
-        self.lookup = FileLookup(self.space, (FILE_BYTES,), timeout_s=5, clock=self.clock)
+        self.lookup = file_lookup(self.space, (FILE_BYTES,), timeout_s=5, clock=self.clock)
         self.manager = NixlDirectManager(self.lookup, fingerprint=RUN_CONFIG.fingerprint, **options)
         self.request = base.ReqContext(req_id="r")
         assert self.manager.on_new_request(self.request).policy is base.OffloadPolicy.CHUNK_LEVEL

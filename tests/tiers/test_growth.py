@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdoffload.tiers.fs.growth import AT_ONCE, PAUSE_S, Growth
+from pdoffload.tiers.growth import AT_ONCE, PAUSE_S, Growth
 
 
 def threads_after(seconds: float, pace: Callable[[int], float], most: int = 64) -> int:
