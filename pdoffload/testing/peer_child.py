@@ -12,7 +12,8 @@ reads one command a line and answers with one JSON object a line:
     wait                   how that write ended, and by which transport it went if it is done
     remove                 removes the peer added last
     cycle METADATA ADDRESS COUNT
-                           COUNT times: adds a peer, writes one page to it, removes it
+                           COUNT times: adds a peer, writes one page to it, removes it; how the
+                           first write ended that was not done, if there was one
     serve, rest            makes progress between commands from now on; stops doing so
     digest                 xxh3-128 of the memory
     close                  closes the agent, waiting 0.2 s at most
@@ -157,6 +158,8 @@ class _Child:
         for _ in range(int(words[2])):
             self._peer = agent.add_peer(bytes.fromhex(words[0]))
             agent.wait(self._submit(agent, int(words[1]), PAGE, 1, 30))
+            if self._write is None or self._write.state is not TransferState.DONE:
+                return self._told(agent)
             self._peer.remove()
         return {"balanced": agent.counts.transfers_made == agent.counts.transfers_released}
 
