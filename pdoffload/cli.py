@@ -187,8 +187,9 @@ def collect(
 ) -> None:
     """List what tiers keep, and remove what is not needed. A dry run unless --delete is given.
 
-    What writers that died left behind, and files of a size that no engine loads, go in any case. Safe beside
-    running engines. Exit status: 0 done, 2 wrong usage or a problem, one line each.
+    Of the objects of a bucket, the time they were written counts as their use. Of files, what writers that
+    died left behind, and those of a size that no engine loads, go in any case. Safe beside running engines.
+    Exit status: 0 done, 2 wrong usage or a problem, one line each.
     """
     from pdoffload.clock import SYSTEM_CLOCK
     from pdoffload.tiers.gc import GcPolicy, collectors, parse_age, parse_size, rows, to_json

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from pdoffload.clock import Clock
-from pdoffload.config import FsTierConfig
+from pdoffload.config import FsTierConfig, ObjTierConfig
 from pdoffload.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtpe]?)(i?)b?", re.IGNORECASE)
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MOST_BYTES = 1 << 60
-COLLECTED = FsTierConfig
+COLLECTED = (FsTierConfig, ObjTierConfig)
 """Kinds of tier that have a collector."""
 
 
@@ -121,8 +121,12 @@ def collectors(root_dir: str | None, config_text: str | None) -> list[Collector]
     return found
 
 
-def _of(tier: FsTierConfig) -> Collector:
+def _of(tier: FsTierConfig | ObjTierConfig) -> Collector:
     # Imported here: a room is loaded for its own kind of tier alone.
+    if isinstance(tier, ObjTierConfig):
+        from pdoffload.tiers.obj.gc import ObjCollector
+
+        return ObjCollector(tier)
     from pdoffload.tiers.fs.gc import FsCollector
 
     return FsCollector(tier.root_dir)

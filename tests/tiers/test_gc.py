@@ -20,6 +20,7 @@ from pdoffload.tiers.gc import (
 
 FS = {"type": "fs", "root_dir": "/cache/one"}
 P2P = {"type": "p2p", "host": "127.0.0.1"}
+OBJ = {"type": "obj", "prefix": "kv", "store_config": {"bucket": "chunks"}}
 
 
 def config(*tiers: object) -> str:
@@ -79,10 +80,11 @@ def test_a_directory_or_a_configuration_and_not_both() -> None:
 
 
 def test_every_tier_that_stores_is_collected() -> None:
-    found = collectors(None, config(FS, {**FS, "root_dir": "/cache/two"}, P2P))
+    found = collectors(None, config(FS, {**FS, "root_dir": "/cache/two"}, P2P, OBJ))
     assert [repr(each) for each in found] == [
         "<FsCollector /cache/one>",
         "<FsCollector /cache/two>",
+        "<ObjCollector chunks/kv>",
     ]
     with pytest.raises(ConfigError, match="none of them"):
         collectors(None, config(P2P))

@@ -1,8 +1,9 @@
-"""Emptying a bucket of a tier's chunks, by age and by total size.
+"""Collecting what need not be kept of a bucket, by age and by total size.
 
 NIXL deletes nothing, so the store's own client does; its package is an optional extra.
 Only what has the form of a chunk's name inside the tier's own namespaces under its prefix is ever listed as
 ours; whatever else lies in the bucket is not looked at twice. `config.json` and `.probe` stay.
+A store does not tell when an object was last read: the time of last use is the time it was written.
 """
 
 from __future__ import annotations
@@ -10,126 +11,158 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
-from pdoffload.clock import SYSTEM_CLOCK, Clock
+from pdoffload.clock import Clock
 from pdoffload.config import ObjTierConfig
+from pdoffload.config.reading import suggestion
 from pdoffload.config.stores import endpoint_of
 from pdoffload.errors import ConfigError, StorageError
+from pdoffload.tiers.gc import Amount, GcPolicy, GcReport, NamespaceReport
 
 _CHUNK = re.compile(
-    r"(?P<namespace>[^/]+_[0-9a-f]{12})_r[0-9]+/(?P<a>[0-9a-f]{3})/(?P<b>[0-9a-f]{2})_g[0-9]+/"
+    r"(?P<namespace>[^/]+_[0-9a-f]{12}_r[0-9]+)/(?P<a>[0-9a-f]{3})/(?P<b>[0-9a-f]{2})_g[0-9]+/"
     r"(?P<hash>[0-9a-f]+)\.bin"
 )
 _DELETED_AT_ONCE = 1000
 
 
-class StoredObject(msgspec.Struct, frozen=True):
-    """One chunk in the store."""
+class StoredObject(NamedTuple):
+    """One chunk in the store; sorts by the time it was written."""
 
+    written_s: float
     name: str
     size_bytes: int
-    age_s: float
-
-
-class GcReport(msgspec.Struct, frozen=True):
-    """What was found, and what was, or with a dry run would be, deleted."""
-
-    dry_run: bool
-    found: int
-    found_bytes: int
-    chosen: int
-    chosen_bytes: int
-    deleted: int
-    """0 after a dry run; fewer than `chosen` where the store refused some."""
-    failed: tuple[str, ...] = ()
-    """Why some were not deleted, each reason once."""
+    namespace: str
 
 
 class Listing(Protocol):
     """The store's own client, as far as it is needed here."""
 
     def objects(self, prefix: str) -> Iterator[tuple[str, int, datetime.datetime]]:
-        """Name, size and last change of everything under `prefix`."""
+        """Name, size and last change of everything under `prefix`; raises `StorageError`."""
         ...
 
-    def delete(self, names: Sequence[str]) -> list[str]:
-        """Delete up to `_DELETED_AT_ONCE`; a reason for each that is still there."""
+    def delete(self, names: Sequence[str]) -> dict[str, str]:
+        """Delete up to `_DELETED_AT_ONCE`; those that are still there, and why."""
         ...
 
 
-def collect(
-    config: ObjTierConfig,
-    *,
-    older_than_s: float | None = None,
-    keep_bytes: int | None = None,
-    namespace: str | None = None,
-    dry_run: bool = True,
-    clock: Clock = SYSTEM_CLOCK,
-    listing: Listing | None = None,
-) -> GcReport:
-    """Delete chunks last written longer than `older_than_s` ago, then the oldest until `keep_bytes` are left.
+class ObjCollector:
+    """The collector of one tier's prefix in its bucket."""
 
-    `namespace` (`<model>_<digest>`) narrows it to one run configuration. With neither bound nothing is
-    chosen. Raises `ConfigError` where the client's package is missing, `StorageError` where the store
-    refuses to list.
-    """
-    listing = listing or open_listing(config)
-    start = f"{config.prefix}/" if config.prefix else ""
-    found = sorted(
-        _chunks(listing, start, namespace, clock.wall_s()),
-        key=lambda each: each.age_s,
-        reverse=True,
-    )
-    chosen = _choose(found, older_than_s, keep_bytes)
-    deleted, failed = (0, ()) if dry_run else _delete(listing, chosen)
-    return GcReport(
-        dry_run=dry_run,
-        found=len(found),
-        found_bytes=sum(each.size_bytes for each in found),
-        chosen=len(chosen),
-        chosen_bytes=sum(each.size_bytes for each in chosen),
-        deleted=deleted,
-        failed=failed,
-    )
+    def __init__(self, config: ObjTierConfig, listing: Listing | None = None) -> None:
+        self._config = config
+        self._listing = listing
+        self._start = f"{config.prefix}/" if config.prefix else ""
+        self._root = f"{config.store_config.bucket}/{self._start}".rstrip("/")
+
+    def __repr__(self) -> str:
+        return f"<ObjCollector {self._root}>"
+
+    def __call__(self, policy: GcPolicy, *, delete: bool, clock: Clock) -> GcReport:
+        """See `Collector`. Takes about 400 bytes of memory for each object."""
+        listing = self._listing or open_listing(self._config)
+        problems: list[str] = []
+        found: list[StoredObject] = []
+        try:
+            found = sorted(self._chunks(listing, policy.namespace or ""))
+        except StorageError as error:
+            problems.append(str(error))
+        reports = _reports(found)
+        if policy.namespace is not None and not problems:
+            self._require(policy.namespace, reports)
+            reports = {policy.namespace: reports[policy.namespace]}
+            found = [each for each in found if each.namespace == policy.namespace]
+        chosen = _choose(found, policy, clock.wall_s(), reports)
+        if delete and not problems:
+            _delete(listing, chosen, reports, problems)
+        return GcReport(
+            store="obj",
+            root=self._root,
+            deleted=delete,
+            namespaces=[reports[name] for name in sorted(reports)],
+            skipped=[],
+            problems=problems,
+        )
+
+    def _chunks(self, listing: Listing, namespace: str) -> Iterator[StoredObject]:
+        for name, size_bytes, changed in listing.objects(self._start + namespace):
+            told = _CHUNK.fullmatch(name[len(self._start) :])
+            if told is not None and told["hash"].startswith(told["a"] + told["b"]):
+                yield StoredObject(changed.timestamp(), name, size_bytes, told["namespace"])
+
+    def _require(self, namespace: str, known: dict[str, NamespaceReport]) -> None:
+        if namespace not in known:
+            raise ConfigError(
+                [
+                    f"--namespace: {namespace!r} is not under {self._root!r}; "
+                    f"{suggestion(namespace, sorted(known))}"
+                ]
+            )
 
 
-def _chunks(
-    listing: Listing, start: str, namespace: str | None, now_s: float
-) -> Iterator[StoredObject]:
-    for name, size_bytes, changed in listing.objects(f"{start}{namespace or ''}"):
-        told = _CHUNK.fullmatch(name.removeprefix(start)) if name.startswith(start) else None
-        if told is None or not told["hash"].startswith(told["a"] + told["b"]):
-            continue
-        if namespace is None or told["namespace"] == namespace:
-            yield StoredObject(name, size_bytes, now_s - changed.timestamp())
+def _reports(found: Sequence[StoredObject]) -> dict[str, NamespaceReport]:
+    """What was found, by namespace. `found` is sorted."""
+    reports: dict[str, NamespaceReport] = {}
+    for each in found:
+        report = reports.get(each.namespace)
+        if report is None:
+            report = reports[each.namespace] = NamespaceReport(
+                name=each.namespace,
+                chunks=Amount(),
+                oldest_use_s=each.written_s,
+                unverified=Amount(),
+                wrong_size=Amount(),
+                unfinished=Amount(),
+                being_written=Amount(),
+                to_go={},
+                removed=Amount(),
+            )
+        report.chunks.add(each.size_bytes)
+        report.newest_use_s = each.written_s
+    return reports
 
 
 def _choose(
-    oldest_first: list[StoredObject], older_than_s: float | None, keep_bytes: int | None
+    oldest_first: Sequence[StoredObject],
+    policy: GcPolicy,
+    now_s: float,
+    reports: dict[str, NamespaceReport],
 ) -> list[StoredObject]:
+    """What has to go; the reports say why."""
     left_bytes = sum(each.size_bytes for each in oldest_first)
     chosen = []
     for each in oldest_first:
-        too_old = older_than_s is not None and each.age_s > older_than_s
-        too_much = keep_bytes is not None and left_bytes > keep_bytes
-        if not (too_old or too_much):
+        age_s = now_s - each.written_s
+        if policy.older_than_s is not None and age_s > policy.older_than_s:
+            why = "older_than"
+        elif policy.max_bytes is not None and left_bytes > policy.max_bytes:
+            why = "max_bytes"
+        else:
             break
         chosen.append(each)
         left_bytes -= each.size_bytes
+        reports[each.namespace].to_go.setdefault(why, Amount()).add(each.size_bytes)
     return chosen
 
 
-def _delete(listing: Listing, chosen: list[StoredObject]) -> tuple[int, tuple[str, ...]]:
-    deleted, reasons = 0, []
+def _delete(
+    listing: Listing,
+    chosen: Sequence[StoredObject],
+    reports: dict[str, NamespaceReport],
+    problems: list[str],
+) -> None:
+    reasons: dict[str, int] = {}
     for at in range(0, len(chosen), _DELETED_AT_ONCE):
-        names = [each.name for each in chosen[at : at + _DELETED_AT_ONCE]]
-        refused = listing.delete(names)
-        deleted += len(names) - len(refused)
-        reasons += refused
-    return deleted, tuple(dict.fromkeys(reasons))
+        batch = chosen[at : at + _DELETED_AT_ONCE]
+        refused = listing.delete([each.name for each in batch])
+        for each in batch:
+            if each.name not in refused:
+                reports[each.namespace].removed.add(each.size_bytes)
+        for reason in refused.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+    problems += [f"{count} objects were not deleted: {why}" for why, count in reasons.items()]
 
 
 def open_listing(config: ObjTierConfig) -> Listing:
@@ -166,15 +199,17 @@ class _S3Listing:
         except (BotoCoreError, ClientError) as error:
             raise StorageError(f"{self._bucket}/{prefix}", f"cannot be listed: {error}") from error
 
-    def delete(self, names: Sequence[str]) -> list[str]:
+    def delete(self, names: Sequence[str]) -> dict[str, str]:
         from botocore.exceptions import BotoCoreError, ClientError
 
         wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
             answer = self._client.delete_objects(Bucket=self._bucket, Delete=wanted)
         except (BotoCoreError, ClientError) as error:
-            return [str(error)] * len(names)
-        return [f"{each['Code']}: {each['Message']}" for each in answer.get("Errors", ())]
+            return dict.fromkeys(names, str(error))
+        return {
+            each["Key"]: f"{each['Code']}: {each['Message']}" for each in answer.get("Errors", ())
+        }
 
 
 class _AzureListing:
@@ -204,18 +239,18 @@ class _AzureListing:
         except AzureError as error:
             raise StorageError(f"{self._name}/{prefix}", f"cannot be listed: {error}") from error
 
-    def delete(self, names: Sequence[str]) -> list[str]:
+    def delete(self, names: Sequence[str]) -> dict[str, str]:
         from azure.core.exceptions import AzureError, ResourceNotFoundError
 
-        reasons = []
+        refused = {}
         for name in names:
             try:
                 self._client.delete_blob(name)
             except ResourceNotFoundError:
                 continue  # somebody else was faster
             except AzureError as error:
-                reasons.append(str(error))
-        return reasons
+                refused[name] = str(error)
+        return refused
 
 
 def _azure_chain() -> Any:
