@@ -105,14 +105,14 @@ NEEDS: dict[str, Needs] = {
     "OBJ": Needs(
         memory=_HOST,
         far="objects of an S3 store",
-        use="agents only",
-        tested="its parameters",
+        use="tier `obj`",
+        tested="for real, against moto's server over HTTP. Never against AWS",
     ),
     "AZURE_BLOB": Needs(
         memory=_HOST,
         far="blobs of a container",
-        use="agents only",
-        tested="its parameters",
+        use="tier `obj` with `backend: AZURE_BLOB`",
+        tested="for real, against Azurite over HTTP. Never against Azure",
     ),
     "LIBFABRIC": Needs(
         memory=_ANY,
