@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from pdoffload.agent.needs import GPU_DEVICES
+from pdoffload.testing.cufile import MARK, build, environment, library_folder
 
 CACHE = Path(__file__).parents[1] / ".cache"
 
@@ -30,6 +37,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (module, remedy) in NEEDED_MODULES.items():
         if item.get_closest_marker(marker) and importlib.util.find_spec(module) is None:
             _miss(f"{module} is not installed: {remedy}")
+    if item.get_closest_marker("gpu") and not glob.glob(GPU_DEVICES):
+        pytest.skip(f"no GPU here ({GPU_DEVICES}); on a machine with one: scripts/gpu_check.sh")
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +64,49 @@ def smollm2_dir(cache_dir: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         _miss("the demo's model is missing: make model")
     return folder
+
+
+def _wheel_folder(package: str, library: str) -> Path:
+    """Where a wheel of NVIDIA's has `library`."""
+    folder = library_folder(package, library)
+    if folder is None:
+        _miss(f"{package} is not installed: make setup")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cufile_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process in which NIXL's GDS plugins run over the cuFile for tests."""
+    cudart = _wheel_folder("nvidia-cuda-runtime-cu12", "libcudart.so.12")
+    folder = tmp_path_factory.mktemp("cufile")
+    build(Path(__file__).parent / "agent" / "cufile_for_tests.c", folder)
+    return {**environment(folder, cudart), MARK: "1"}
+
+
+@pytest.fixture(scope="session")
+def real_cufile_env() -> dict[str, str]:
+    """The environment of a process that has NVIDIA's own cuFile."""
+    cudart = _wheel_folder("nvidia-cuda-runtime-cu12", "libcudart.so.12")
+    return environment(_wheel_folder("nvidia-cufile-cu12", "libcufile.so.0"), cudart)
+
+
+@pytest.fixture(scope="session")
+def run_suite(cufile_env: dict[str, str]) -> Callable[[Path, str], None]:
+    """Runs a file of tests for one backend in a process over the cuFile for tests: all must pass."""
+
+    def run(suite: Path, backend: str) -> None:
+        options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, str(suite)],
+            env={**cufile_env, "PDOFFLOAD_TEST_BACKEND": backend},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert "skipped" not in done.stdout.splitlines()[-1], said
+
+    return run

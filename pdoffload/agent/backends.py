@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from pdoffload.errors import ConfigError
+from pdoffload.layout import PAGE_BYTES
 
 KNOWN_BACKENDS = (
     "UCX",
@@ -29,7 +31,10 @@ KNOWN_BACKENDS = (
     "INFINIA",
     "UCCL",
 )
-"""Every plugin name NIXL 1.4 and 1.5 document. Known is not usable: ask `pdoffload.agent.nixl.probe`."""
+"""Every plugin name NIXL 1.4 and 1.5 document. Known is not usable: ask `agent.plugins.usability`."""
+
+Ranges = Mapping[str, tuple[int, int]]
+"""Of a backend's numbers: the least and the greatest."""
 
 _ONE_TRANSPORT = re.compile(r"\^?[a-z0-9_]+")
 Params = dict[str, str]
@@ -57,6 +62,7 @@ class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_threads: int = 0
 
     name = "UCX"
+    ranges: ClassVar[Ranges] = {"num_threads": (0, 64)}
 
     def __post_init__(self) -> None:
         if self.reach not in ("process", "network"):
@@ -67,7 +73,7 @@ class UcxBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                     f"UcxBackend.tls: {self.tls!r} is not one transport, for reach network: tcp, or ^cma"
                 ]
             )
-        _require_ints(self, num_threads=(0, 64))
+        _require_ints(self)
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -96,12 +102,13 @@ class PosixBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernel_queue: int = 256
 
     name = "POSIX"
+    ranges: ClassVar[Ranges] = {"max_ios": (64, 65536), "kernel_queue": (16, 1024)}
 
     def __post_init__(self) -> None:
         if self.queue not in ("auto", *_QUEUE_PARAMS):
             allowed = ", ".join(("auto", *_QUEUE_PARAMS))
             raise ConfigError([f"PosixBackend.queue: {self.queue!r} is none of {allowed}"])
-        _require_ints(self, max_ios=(64, 65536), kernel_queue=(16, 1024))
+        _require_ints(self)
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -116,15 +123,16 @@ _QUEUE_PARAMS = {"uring": "use_uring", "aio": "use_aio", "posix_aio": "use_posix
 class GdsMtBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """GDS_MT: device or host memory to files through cuFile, one blocking call per piece on a thread.
 
-    `num_threads` of the plugin's own pool; 0: half of the machine's cores.
+    `num_threads` of each agent's own pool; 0: half of the machine's cores.
     """
 
     num_threads: int = 0
 
     name = "GDS_MT"
+    ranges: ClassVar[Ranges] = {"num_threads": (0, 256)}
 
     def __post_init__(self) -> None:
-        _require_ints(self, num_threads=(0, 256))
+        _require_ints(self)
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -134,8 +142,13 @@ class GdsMtBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class GdsBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """GDS: device or host memory to files through cuFile's batch calls.
 
-    `max_batches` prepared at the start, each of `batch_pieces`; a longer piece than `max_piece_bytes` is
-    cut by the plugin.
+    It does not tell of a read or write that failed (see `pdoffload.agent.nixl`): whoever uses it must be
+    able to see that bytes are missing.
+
+    `max_batches` are prepared at the start, each for `batch_pieces`; a piece longer than
+    `max_piece_bytes`, whole pages, is cut by the plugin. A request takes one batch: one that needs more
+    pieces, and one that finds no batch free, is refused by the agent. cuFile itself takes no more pieces
+    in a batch than `io_batchsize` of its cufile.json says, 128 by default.
     """
 
     max_batches: int = 16
@@ -143,11 +156,20 @@ class GdsBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_piece_bytes: int = 16 << 20
 
     name = "GDS"
+    ranges: ClassVar[Ranges] = {
+        "max_batches": (1, 1024),
+        "batch_pieces": (1, 256),
+        "max_piece_bytes": (PAGE_BYTES, 1 << 30),
+    }
 
     def __post_init__(self) -> None:
-        _require_ints(
-            self, max_batches=(1, 1024), batch_pieces=(1, 4096), max_piece_bytes=(4096, 1 << 30)
-        )
+        _require_ints(self)
+        if self.max_piece_bytes % PAGE_BYTES:
+            raise ConfigError(
+                [
+                    f"GdsBackend.max_piece_bytes: {self.max_piece_bytes} is not whole pages of {PAGE_BYTES}"
+                ]
+            )
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -180,9 +202,10 @@ class ObjBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_threads: int = 4
 
     name = "OBJ"
+    ranges: ClassVar[Ranges] = {"num_threads": (1, 256)}
 
     def __post_init__(self) -> None:
-        _require_ints(self, num_threads=(1, 256))
+        _require_ints(self)
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -219,9 +242,10 @@ class AzureBlobBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     num_threads: int = 4
 
     name = "AZURE_BLOB"
+    ranges: ClassVar[Ranges] = {"num_threads": (1, 256)}
 
     def __post_init__(self) -> None:
-        _require_ints(self, num_threads=(1, 256))
+        _require_ints(self)
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -247,9 +271,10 @@ class LibfabricBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     num_threads: int = 0
 
     name = "LIBFABRIC"
+    ranges: ClassVar[Ranges] = {"num_threads": (0, 64)}
 
     def __post_init__(self) -> None:
-        _require_ints(self, num_threads=(0, 64))
+        _require_ints(self)
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -260,6 +285,7 @@ class MooncakeBackend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """MOONCAKE: memory to memory of other processes and hosts, by the Transfer Engine."""
 
     name = "MOONCAKE"
+    ranges: ClassVar[Ranges] = {}
 
     def candidates(self) -> tuple[Params, ...]:
         """Parameters to try, in this order, until the plugin accepts one set."""
@@ -270,6 +296,7 @@ class PluginBackend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Any other plugin of `KNOWN_BACKENDS`, with the plugin's own defaults."""
 
     name: str
+    ranges: ClassVar[Ranges] = {}
 
     def __post_init__(self) -> None:
         refuse_unknown(self.name)
@@ -323,9 +350,9 @@ def refuse_unknown(name: object) -> None:
     raise ConfigError([f"NIXL backend {name!r} is not known{hint} (known: {known})"])
 
 
-def _require_ints(owner: msgspec.Struct, **ranges: tuple[int, int]) -> None:
+def _require_ints(owner: Backend) -> None:
     problems = []
-    for field, (low, high) in ranges.items():
+    for field, (low, high) in owner.ranges.items():
         value = getattr(owner, field)
         if type(value) is not int or not low <= value <= high:
             problems.append(

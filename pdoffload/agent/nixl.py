@@ -12,6 +12,17 @@ What a failed request means was read in NIXL's source and tried on 1.4.1 and 1.5
 - Before 1.5 a short read or write counts as done: the length of the files is compared instead.
 - Releasing a POSIX request in flight, and closing an agent over one, does not stop its I/O; the
   completion of it is written through a dangling pointer. We never do either.
+- GDS_MT waits for every piece of a request before it tells of an error, counts a short read or write as
+  one, and tells of nothing but that: FAILED. Releasing a request in flight, and closing an agent over
+  one, waits for its I/O, for ever if need be. We never do either.
+- GDS counts the pieces that have ended and does not look at how: one that failed or ended short is DONE.
+  So is a request whose state cuFile refuses to tell. Only the length of a file is compared here; holes
+  show what was not written, checksums what was not read. A request of several batches gives the first
+  ones back to its pool again at each look, so a request is one batch (`FileLimits`). What a refused
+  submit has begun nobody knows, and its batch is used again: UNKNOWN, for all file requests.
+- GDS_MT and GDS give cuFile the caller's own descriptor, when a file is registered, and share one cuFile
+  handle among registrations of a descriptor in one agent; in GDS the first deregistration closes it for
+  all. Two live regions never share a file here (`RegionTable`).
 - UCX tells the first error of a request while other pieces of it may still move: UNKNOWN until the
   agent, and with it UCX's worker, is gone.
 
@@ -32,6 +43,7 @@ And of peers, between processes over TCP and over cma, on 1.5.1:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -44,19 +56,17 @@ from typing import Any
 import numpy as np
 
 from pdoffload.agent.agent import Op
-from pdoffload.agent.backends import Backend, PosixBackend, UcxBackend
+from pdoffload.agent.backends import Backend, UcxBackend
 from pdoffload.agent.descriptors import Descriptors, MemoryKind, Rows
 from pdoffload.agent.driven import DrivenAgent
 from pdoffload.agent.driver import DONE, RUNNING, Verdict
+from pdoffload.agent.limits import FileLimits
 from pdoffload.agent.metadata import agent_name_in
-from pdoffload.agent.plugins import why_not_loaded
+from pdoffload.agent.plugins import usability
 from pdoffload.agent.transfer import TransferState
 from pdoffload.agent.ucx import LONGEST_NAME, UNKNOWN, UcxEndpoints, allows_cma
 from pdoffload.clock import SYSTEM_CLOCK, Clock
 from pdoffload.errors import BackendUnusable, ConfigError, NixlError
-
-_abandoned: list[object] = []
-"""NIXL objects under which file I/O still ran when their agent was closed: never to be destroyed."""
 
 # Raised by NIXL's core before a plugin has seen the request.
 _NOT_POSTED = (
@@ -117,11 +127,9 @@ class NixlDriver:
         ]
         before_1_5 = _version() < (1, 5)
         self._posix_loses_track = before_1_5 or "use_posix_aio" in self.params.get("POSIX", {})
-        self._short_is_done = before_1_5
-        posix = next((each for each in backends if isinstance(each, PosixBackend)), None)
-        self._max_ios = posix.max_ios if posix else None
+        self._short_is_done = before_1_5 or "GDS" in self.params
+        self._limits = FileLimits(backends)
         self._endpoints = UcxEndpoints(name) if "UCX" in self.params else None
-        self._ios = 0
         self._requests: set[_Request] = set()
 
     def _create(self, backend: Backend) -> dict[str, str]:
@@ -133,7 +141,7 @@ class NixlDriver:
                 reason = error.reason
             else:
                 return params
-        why = why_not_loaded(backend.name) or "it loads, and refuses to start"
+        why = usability(backend.name).why or "it loads, and refuses to start"
         raise BackendUnusable("create_backend", f"{backend.name} cannot be used: {why} ({reason})")
 
     def register(self, kind: MemoryKind, rows: Rows) -> Any:
@@ -177,11 +185,9 @@ class NixlDriver:
         if not backends:
             reason = f"no backend of {list(self.params)} moves {local.kind.value} <-> {remote.kind.value}"
             raise NixlError("initialize_xfer", reason)
-        ios = len(remote) if to_file and self._max_ios else 0
-        if ios and self._max_ios and self._ios + ios > self._max_ios:
-            # The plugin would queue a part of it and then refuse.
-            reason = f"{self._ios} pieces in flight, {ios} more exceed max_ios {self._max_ios}"
-            raise NixlError("initialize_xfer", reason)
+        refusal = self._limits.refusal(remote.rows) if to_file else ""
+        if refusal:
+            raise NixlError("initialize_xfer", refusal)
         if op is Op.READ and not to_file and peer is None:
             # Both sides are this process's memory, and UCX's in-process write is a bare memcpy while
             # its read is not.
@@ -199,8 +205,9 @@ class NixlDriver:
             b"",
             backends,
         )
-        self._ios += ios
-        request = _Request(handle, ios, remote.rows if self._short_is_done and to_file else None)
+        request = _Request(handle, remote.rows if to_file else None)
+        if to_file:
+            self._limits.take(len(remote))
         self._requests.add(request)
         return request
 
@@ -232,12 +239,15 @@ class NixlDriver:
             return Verdict(TransferState.UNKNOWN, error)
         if backend == "POSIX" and self._posix_loses_track:
             return Verdict(TransferState.UNKNOWN, error, spreads=True)
-        if backend == "POSIX" and cause == "nixlBackendError":
+        if backend == "GDS":
+            return Verdict(TransferState.UNKNOWN, error, spreads=True)
+        told_late = backend == "POSIX" or (backend == "GDS_MT" and error.call == "check_xfer_state")
+        if told_late and cause == "nixlBackendError":
             return Verdict(TransferState.FAILED, error)
         return Verdict(TransferState.UNKNOWN, error)
 
     def _confirm(self, request: _Request) -> Verdict:
-        if request.files is None:
+        if request.files is None or not self._short_is_done:
             return DONE
         ends = request.files[:, 0] + request.files[:, 1]
         for fd in np.unique(request.files[:, 2]):
@@ -251,24 +261,27 @@ class NixlDriver:
 
     def release(self, handle: _Request) -> None:
         _call("release_xfer_handle", self._agent.release_xfer_handle, handle.handle)
-        self._ios -= handle.ios
+        if handle.files is not None:
+            self._limits.give_back(len(handle.files))
         self._requests.discard(handle)
 
     def close(self, *, abandon: bool) -> None:
         if abandon:
-            # The handles too: NIXL's Python layer releases a handle that is garbage.
-            _abandoned.append((self._agent, self._requests))
+            # The handles too: NIXL's Python layer releases a handle that is garbage. One reference too
+            # many, and not a list of this module: that one goes when the interpreter ends, and GDS_MT
+            # would keep the process until its I/O has ended.
+            left = (self._agent, self._requests)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         del self._agent
 
 
 class _Request:
-    """A NIXL request, the I/Os it takes of the POSIX queue, and its file rows where lengths matter."""
+    """A NIXL request, and its rows of files if it has any."""
 
-    __slots__ = ("files", "handle", "ios")
+    __slots__ = ("files", "handle")
 
-    def __init__(self, handle: Any, ios: int, files: Rows | None) -> None:
+    def __init__(self, handle: Any, files: Rows | None) -> None:
         self.handle = handle
-        self.ios = ios
         self.files = files
 
 

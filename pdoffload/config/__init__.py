@@ -19,7 +19,6 @@ from pdoffload.config.options import (
     BUILT_IN_POLICIES,
     CPU_SPEC,
     DIRECT_SPEC,
-    LATER_FS_BACKENDS,
     LATER_TIER_TYPES,
     SPECS,
     TIER_TYPES,
@@ -105,7 +104,6 @@ def _read_tier(given: Any, where: str, problems: list[str]) -> TierConfig | None
     if kind == "fs":
         values = read(FsTierConfig, given, f"{where}.", problems)
         problems += _mode_problems(values, given, where)
-        problems += _backend_problems(values, where)
         return None if len(problems) > found_before else FsTierConfig(**values)
     if kind == "p2p":
         return read_p2p_tier(given, f"{where}.", problems)
@@ -138,15 +136,6 @@ def _mode_problems(values: Mapping[str, Any], given: Mapping[str, Any], where: s
     (key,) = (key for key in keys_of(FsTierConfig) if key.name == "file_mode")
     octal = f", which is {mode:#o}" if isinstance(given["file_mode"], int) else ""
     return [f"{where}.file_mode: got {shown(given['file_mode'])}{octal}; allowed: {key.allowed}"]
-
-
-def _backend_problems(values: Mapping[str, Any], where: str) -> list[str]:
-    backend = values.get("backend")
-    if backend not in LATER_FS_BACKENDS:
-        return []
-    return [
-        f"{where}.backend: {backend!r} is not available in this version; available: auto, POSIX"
-    ]
 
 
 def _spec_problems(values: Mapping[str, Any], has_tiers: bool) -> list[str]:

@@ -23,7 +23,6 @@ ADAPTER_MODULE = "pdoffload.vllm"
 
 TIER_TYPES = ("fs", "p2p")
 LATER_TIER_TYPES = ("obj",)
-LATER_FS_BACKENDS = ("GDS_MT", "GDS")
 P2P_BACKENDS = ("UCX",)
 LATER_P2P_BACKENDS = ("LIBFABRIC", "MOONCAKE", "GPUNETIO", "UCCL")
 BUILT_IN_POLICIES = ("lru", "arc")
@@ -82,8 +81,9 @@ class FsTierConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="table",
     backend: Annotated[
         Literal["auto", "POSIX", "GDS_MT", "GDS"],
         about(
-            "NIXL plugin that moves the bytes. `auto` is POSIX in this version, and later GDS_MT where "
-            "it works; GDS_MT and GDS are refused until then.",
+            "NIXL plugin that moves the bytes. `auto`: GDS_MT where a page gets through it at the start, "
+            "else POSIX, and the log says which and why. GDS needs `verify` to be always "
+            "(docs/backends.md).",
             own=True,
         ),
     ] = "auto"

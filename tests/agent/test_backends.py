@@ -7,6 +7,8 @@ import pytest
 
 from pdoffload.agent.backends import (
     KNOWN_BACKENDS,
+    GdsBackend,
+    GdsMtBackend,
     PluginBackend,
     PosixBackend,
     UcxBackend,
@@ -86,3 +88,37 @@ def test_an_agent_may_have_a_transport_of_its_own() -> None:
             UcxBackend(reach="network", tls=wrong)
     with pytest.raises(ConfigError, match="for reach network"):
         UcxBackend(tls="tcp")
+
+
+@pytest.mark.parametrize("value", [-1, "4", 257, True, None, 1.5, 10**12, float("nan")])
+def test_c12_threads_of_gds_mt_are_a_number_in_range(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"GdsMtBackend.num_threads: .* from 0 to 256"):
+        GdsMtBackend(num_threads=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -1, "16", 1.5, True, None, 10**12, float("nan"), "10GB"])
+@pytest.mark.parametrize("field", ["max_batches", "batch_pieces", "max_piece_bytes"])
+def test_c12_sizes_of_gds_are_numbers_in_range(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"GdsBackend.{field}: .* is not an integer from"):
+        GdsBackend(**{field: value})  # type: ignore[arg-type]
+
+
+def test_pieces_of_gds_are_whole_pages_for_the_sake_of_direct_io() -> None:
+    with pytest.raises(ConfigError, match="4097 is not whole pages of 4096"):
+        GdsBackend(max_piece_bytes=4097)
+
+
+@pytest.mark.parametrize(("struct", "name"), [(GdsMtBackend, "thread_count"), (GdsBackend, "x")])
+def test_a_parameter_that_gds_does_not_have_is_refused(struct: type, name: str) -> None:
+    with pytest.raises(TypeError):
+        struct(**{name: 1})
+    with pytest.raises(msgspec.ValidationError, match=name):
+        msgspec.convert({name: 1}, struct)
+
+
+def test_the_gds_plugins_get_their_own_names_of_parameters() -> None:
+    assert GdsMtBackend().candidates() == ({},)
+    assert GdsMtBackend(num_threads=4).candidates() == ({"thread_count": "4"},)
+    assert GdsBackend(max_batches=2, batch_pieces=3, max_piece_bytes=8192).candidates() == (
+        {"batch_pool_size": "2", "batch_limit": "3", "max_request_size": "8192"},
+    )

@@ -355,12 +355,15 @@ def test_a_wrong_word_in_a_tier_names_the_tier(key: str, value: Any) -> None:
     assert problem.startswith(f"secondary_tiers[0].{key}: got ")
 
 
-@pytest.mark.parametrize("backend", ["GDS", "GDS_MT"])
-def test_a_backend_of_a_later_version_is_told_apart_from_a_wrong_one(backend: str) -> None:
-    assert the_problem(with_tier(backend=backend)) == (
-        f"secondary_tiers[0].backend: '{backend}' is not available in this version; "
-        "available: auto, POSIX"
-    )
+@pytest.mark.parametrize("backend", ["auto", "POSIX", "GDS_MT", "GDS"])
+def test_every_plugin_of_the_fs_tier_can_be_named(backend: str) -> None:
+    assert tier_of(with_tier(backend=backend)).backend == backend
+
+
+@pytest.mark.parametrize("backend", ["NOPE", "gds_mt", ["GDS_MT"], None, ""])
+def test_another_one_is_told_those_there_are(backend: Any) -> None:
+    problem = the_problem(with_tier(backend=backend))
+    assert problem.endswith("; allowed: GDS, GDS_MT, POSIX, auto")
 
 
 @pytest.mark.parametrize(

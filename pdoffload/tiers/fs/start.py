@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from pdoffload.agent.agent import Agent
-from pdoffload.agent.backends import PosixBackend
+from pdoffload.agent.backends import Backend, PosixBackend
 from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.agent.nixl import NixlAgent, probe
 from pdoffload.config import FsTierConfig
@@ -20,6 +20,7 @@ from pdoffload.errors import ConfigError
 from pdoffload.layout import PAGE_BYTES
 from pdoffload.tiers.base import TierContext, Verify
 from pdoffload.tiers.chunkfile import TRAILER_BYTES, ChunkFormat
+from pdoffload.tiers.fs.gds import Use, choose
 from pdoffload.tiers.fs.lane import MakeAgent, Terms
 from pdoffload.tiers.fs.memory import FsContext, fs_context
 from pdoffload.tiers.fs.paths import Namespace, open_namespace
@@ -56,10 +57,6 @@ def prepare(
     make_agent: MakeAgent | None,
 ) -> Start:
     """Try everything out, make folders, and sweep. Raises `ConfigError` before a thread is started."""
-    if config.backend not in ("auto", "POSIX"):
-        raise ConfigError(
-            [f"backend: {config.backend!r} is not usable in this version; use auto or POSIX"]
-        )
     context = fs_context(context)
     space = open_namespace(config.root_dir, context.run_config, rank, config.file_mode)
     sweep(space, context.clock)
@@ -85,9 +82,17 @@ def _start(
         form.chunk_bytes, max(config.n_read_threads, config.n_write_threads), memory.most_pieces
     )
     most_ios = max(_MAX_IOS, most_chunks * (memory.most_pieces + 1))
-    make_agent = make_agent or _agent_maker(
-        config, context, direct=abilities.open_flags != 0, most_ios=most_ios
-    )
+    if make_agent is None:
+        use = Use(
+            chunk_bytes=form.chunk_bytes,
+            most_chunks=most_chunks,
+            most_pieces=memory.most_pieces,
+            verify=context.verify,
+            shows_holes=abilities.shows_holes,
+            open_flags=abilities.open_flags,
+            file_mode=space.file_mode,
+        )
+        make_agent = _agent_maker(config, use, writer.temp_path(), context, most_ios)
     quota = None if config.max_bytes is None else Quota(space, config.max_bytes, context.clock)
     terms = Terms(
         memory=memory,
@@ -164,8 +169,13 @@ def _try_write(path: str, mode: int, flags: int) -> bool:
         os.unlink(path)
 
 
-def posix_backend(config: FsTierConfig, *, direct: bool, most_ios: int = _MAX_IOS) -> PosixBackend:
-    """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason."""
+def posix_backend(
+    config: FsTierConfig, *, direct: bool, most_ios: int = _MAX_IOS, because: str = ""
+) -> PosixBackend:
+    """The plugin's parameters for `config`, tried out. Raises `ConfigError` with every reason.
+
+    `because` goes into the line that says what was taken.
+    """
     queues: tuple[Queue, ...] = _QUEUES if config.io == "auto" else (config.io,)
     reasons: list[str] = []
     for queue in queues:
@@ -174,7 +184,8 @@ def posix_backend(config: FsTierConfig, *, direct: bool, most_ios: int = _MAX_IO
         reason = probe(backend)
         if reason is None:
             mode = "direct" if direct else "buffered"
-            refused = f" ({'; '.join(reasons)})" if reasons else ""
+            told = [*([because] if because else []), *reasons]
+            refused = f" ({'; '.join(told)})" if told else ""
             _log.info("the fs tier moves bytes by NIXL POSIX, %s, %s%s", queue, mode, refused)
             return backend
         reasons.append(f"{queue}: {reason}")
@@ -203,18 +214,27 @@ def sound_sizes(chunk_bytes: int, verify: Verify) -> tuple[int, ...]:
 
 
 def _agent_maker(
-    config: FsTierConfig, context: FsContext, *, direct: bool, most_ios: int
+    config: FsTierConfig, use: Use, trial_path: str, context: FsContext, most_ios: int
 ) -> MakeAgent:
-    if context.memory.kind is not MemoryKind.DRAM:
-        raise ConfigError(
-            [f"backend: POSIX does not reach {context.memory.kind.value}; GDS_MT or GDS is needed"]
-        )
-    backends = [
-        posix_backend(config, direct=direct, most_ios=most_ios),
-        *context.memory.more_backends(),
-    ]
+    backend: Backend | str = ""
+    if config.backend != "POSIX":
+        backend = choose(config.backend, use, trial_path, context.clock)
+    if isinstance(backend, str):
+        _require_host_memory(context.memory.kind, backend)
+        direct = use.open_flags != 0
+        backend = posix_backend(config, direct=direct, most_ios=most_ios, because=backend)
+    backends = [backend, *context.memory.more_backends()]
 
     def make(name: str) -> Agent:
         return NixlAgent(name, backends, clock=context.clock)
 
     return make
+
+
+def _require_host_memory(kind: MemoryKind, because: str) -> None:
+    """Raise `ConfigError` where POSIX is all there is and memory it does not reach is to be moved."""
+    if kind is not MemoryKind.DRAM:
+        reason = f": {because}" if because else ""
+        raise ConfigError(
+            [f"backend: POSIX does not reach {kind.value}; GDS_MT or GDS is needed{reason}"]
+        )

@@ -57,7 +57,7 @@ class FsTier(Tier):
 
     Every verb raises `MisuseError` in a forked child, whose parent's files it leaves alone, and all but
     `poll`, `stats` and `close` do so after `close`. `make_agent` is for tests; by default each I/O thread has
-    a `NixlAgent` with the POSIX backend.
+    a `NixlAgent` with the backend that `prepare` found.
     """
 
     name = "fs"

@@ -124,16 +124,6 @@ def test_nothing_of_the_trial_stays(tmp_path: Path, region: HostRegion) -> None:
 # --- settings that cannot work ---
 
 
-@pytest.mark.parametrize("backend", ["GDS_MT", "GDS"])
-def test_a_backend_of_a_later_version_is_refused(
-    tmp_path: Path, region: HostRegion, backend: str
-) -> None:
-    told = problem(tmp_path, context_of(region), backend=backend)
-    assert told.startswith("backend:")
-    assert backend in told
-    assert "not usable in this version" in told
-
-
 def test_a_root_that_takes_no_file_is_refused_and_leaves_no_folder_of_a_writer(
     tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
