@@ -6,8 +6,6 @@ without their word (it comes by our connector, one step after a job at the lates
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -26,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdoffload.layout import BlockKey
 from pdoffload.tiers.base import Locality as TierLocality
-from pdoffload.tiers.base import Lookup, TierStats
+from pdoffload.tiers.base import Lookup
 from pdoffload.tiers.fs.lookup import FileLookup
 from pdoffload.vllm.direct.jobs import DirectNews, KeysSpec
 from pdoffload.vllm.metrics import DirectStatsReader
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
         OffloadingConnectorStats,
     )
 
-logger = logging.getLogger(__name__)
 
 MAX_STORING = 4096
 """Chunks on their way to files at a time; beyond it the next step asks again."""
@@ -65,17 +62,13 @@ class NixlDirectManager(OffloadingManager):
         self._locality = None if locality is None else Locality[locality.name]
         self._publishes_events = publishes_events
         self._storing: set[BlockKey] = set()
-        self._loading: Counter[BlockKey] = Counter()
         self._excluded: set[str] = set()
         """Requests that take nothing from storage."""
         self._events: list[OffloadingEvent] = []
         self._stats = DirectStatsReader()
 
     def __repr__(self) -> str:
-        return (
-            f"<NixlDirectManager {len(self._storing)} storing, {len(self._loading)} loading, "
-            f"{self._lookup!r}>"
-        )
+        return f"<NixlDirectManager {len(self._storing)} storing, {self._lookup!r}>"
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self._stats.lookups += 1
@@ -89,15 +82,8 @@ class NixlDirectManager(OffloadingManager):
         return CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeysSpec:
-        spec = KeysSpec(tuple(map(BlockKey, keys)), self._fingerprint)
-        self._loading.update(spec.keys)
-        return spec
-
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        for key in map(BlockKey, keys):
-            self._loading[key] -= 1
-            if self._loading[key] <= 0:
-                del self._loading[key]
+        # Nothing is kept in place meanwhile: a file that goes is a failed load.
+        return KeysSpec(tuple(map(BlockKey, keys)), self._fingerprint)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -161,15 +147,9 @@ class NixlDirectManager(OffloadingManager):
         """Files stay. Of jobs that run vLLM tells nothing any more; the workers' news still come."""
         self._lookup.forget(self._storing)
         self._storing.clear()
-        self._loading.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._stats.read()
-
-    @property
-    def tier_stats(self) -> TierStats:
-        """The worker's counters, as it told them last."""
-        return self._stats.tier
 
     def shutdown(self) -> None:
         self._lookup.close(timeout_s=_CLOSE_S)

@@ -20,7 +20,6 @@ from pdoffload.config import DIRECT_SPEC, FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
 from pdoffload.memory.device import enter_thread, view_caches
-from pdoffload.tiers.fs.lane import MakeAgent
 from pdoffload.tiers.fs.lookup import FileLookup
 from pdoffload.tiers.fs.memory import FsContext
 from pdoffload.tiers.fs.paths import open_namespace, root_problems
@@ -80,9 +79,6 @@ class NixlDirectOffloadingSpec(OffloadingSpec):
     ) -> dict[str, OffloadingMetricMetadata]:
         return metrics.direct_definitions()
 
-    make_agent: MakeAgent | None = None
-    """For tests: what makes the agent of an I/O thread instead of the tier."""
-
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             compat.warn_of_unknown_version()
@@ -140,7 +136,7 @@ class NixlDirectOffloadingSpec(OffloadingSpec):
             transfer_timeout_s=self.settings.transfer_timeout_s,
         )
         try:
-            tier = FsTier(self.table, context, make_agent=self.make_agent)
+            tier = FsTier(self.table, context)
         except ConfigError as error:
             raise ConfigError([f"secondary_tiers[0].{each}" for each in error.problems]) from error
         return NixlDirectWorker(
