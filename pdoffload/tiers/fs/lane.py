@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 _FIRST_SLEEP_S = 50e-6
 _LATER_SLEEP_S = 10e-3
 _LONGEST_SLEEP_S = 50e-3
+_AT_A_LOOK = 64
+"""Pieces that NIXL POSIX submits, and those whose end it takes in, each time it is asked."""
 _CLOSE_S = 1.0
 """For the I/O of a request that an agent lost sight of."""
 
@@ -154,6 +156,7 @@ class Lane:
         fds = list(files.open)
         region = self.agent.register_files(fds, [terms.format.file_bytes] * len(fds))
         self.transfers = ()
+        most_pieces = 1
         for side in _with_trailers(self.chunks.sides(), self._trailers(bare)):
             remote = side.file
             remote[:, 2] = np.array(fds, dtype=np.uint64)[remote[:, 2].astype(np.intp)]
@@ -165,8 +168,9 @@ class Lane:
                 what=batch.what,
             )
             self.transfers = (*self.transfers, transfer)
+            most_pieces = max(most_pieces, len(remote))
         for transfer in self.transfers:
-            self._wait(transfer, len(fds))
+            self._wait(transfer, len(fds), most_pieces)
         for transfer in self.transfers:
             if not transfer.settled:
                 raise transfer.error or TransferError(transfer.what)
@@ -185,7 +189,7 @@ class Lane:
         file[:, 2] = tailed
         return Side(MemoryKind.DRAM, memory, file)
 
-    def _wait(self, transfer: Transfer, chunks: int) -> None:
+    def _wait(self, transfer: Transfer, chunks: int, pieces: int) -> None:
         """Until `transfer` leaves RUNNING; its deadline bounds it.
 
         A disk takes milliseconds, and its pace is known: sleep through most of it, then look now and
@@ -195,14 +199,22 @@ class Lane:
         started_s = clock.monotonic_s()
         expected_s = self._chunk_s * chunks
         sleep_s = min(0.7 * expected_s, _LONGEST_SLEEP_S)
+        looks = -(-pieces // _AT_A_LOOK)
         while transfer.state is TransferState.RUNNING:
-            self.agent.poll()
+            self._look(transfer, looks)
             if transfer.state is TransferState.RUNNING:
                 clock.sleep(max(sleep_s, _FIRST_SLEEP_S))
                 sleep_s = min(expected_s / 8, _LATER_SLEEP_S)
         took_s = (clock.monotonic_s() - started_s) / chunks
         # Falls at once, so that one late request makes no other one late; rises slowly.
         self._chunk_s = min(took_s, (self._chunk_s + took_s) / 2)
+
+    def _look(self, transfer: Transfer, times: int) -> None:
+        """Ask as often as it takes NIXL to submit every piece, or to take in the end of every piece."""
+        for _ in range(times):
+            self.agent.poll()
+            if transfer.state is not TransferState.RUNNING:
+                return
 
     @property
     def in_flight(self) -> bool:

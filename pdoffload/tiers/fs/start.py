@@ -36,9 +36,8 @@ _MAX_REQUEST_CHUNKS = 32
 _MAX_REQUEST_BYTES = 32 << 20
 _MAX_IOS = 2 * _MAX_REQUEST_CHUNKS
 """A chunk and its trailer each; as many as the plugin submits at once."""
-_MAX_KERNEL_QUEUE = 256
-_MAX_PIECES = 65_536
-"""Of one request: the plugin's own limit."""
+_MAX_KERNEL_QUEUE = 1024
+"""As deep as the plugin makes it; a request has no more pieces than that, if more than one chunk."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -202,7 +201,7 @@ def request_limits(chunk_bytes: int, num_threads: int, most_pieces: int = 1) -> 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
-    fitting = min(_MAX_REQUEST_BYTES // chunk_bytes, _MAX_PIECES // (most_pieces + 1))
+    fitting = min(_MAX_REQUEST_BYTES // chunk_bytes, _MAX_KERNEL_QUEUE // (most_pieces + 1))
     chunks = max(1, min(_MAX_REQUEST_CHUNKS, fitting, soft // 64))
     return chunks, max(1, min(num_threads, soft // 4 // chunks))
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pdoffload.agent.agent import Op
 from pdoffload.agent.backends import UcxBackend
 from pdoffload.agent.descriptors import MemoryKind
-from pdoffload.agent.driver import Verdict
+from pdoffload.agent.driver import RUNNING, Verdict
 from pdoffload.agent.transfer import TransferState
 from pdoffload.config import FsTierConfig
 from pdoffload.errors import ConfigError, CorruptChunk, MisuseError, NixlError, TransferError
 from pdoffload.testing.agents import FakeAgent, FakeDriver
-from pdoffload.testing.tier_rig import context_of, keys_of
+from pdoffload.testing.tier_rig import ShiftedClock, context_of, keys_of
 from pdoffload.tiers.base import Job, Verify
 from pdoffload.tiers.fs.tier import FsTier
 from pdoffload.vllm.copies import chunks_of
@@ -177,6 +177,36 @@ def test_a_failed_read_is_told_and_the_file_stays(tmp_path):
         result = load(tier, device, device.runs([2, 3]), ["a"])
         assert [key for key, _ in result.failed] == list(keys_of("a"))
         assert path.exists()
+
+
+class SlowDriver(FakeDriver):
+    """Takes in the end of 64 pieces a check, as NIXL POSIX does."""
+
+    def check(self, handle):
+        handle.checks = getattr(handle, "checks", 0) + 1
+        if handle.checks * 64 < len(handle.local):
+            return RUNNING
+        return super().check(handle)
+
+
+def test_a_request_of_many_pieces_is_not_slept_through_64_at_a_time(tmp_path):
+    tensors = 120
+    device = Device(
+        1,
+        pages=[64] * tensors,
+        strides=[128] * tensors,
+        groups=([(number, 64) for number in range(tensors)],),
+    )
+    driver, slept = SlowDriver(), []
+    clock = ShiftedClock()
+    clock.sleep = lambda duration_s: slept.append(duration_s)
+    with open_tier(
+        tmp_path,
+        device.context(clock=clock),
+        make_agent=lambda name: FakeAgent(name, driver=driver),
+    ) as tier:
+        store(tier, device, device.runs(range(4)), "abcd")
+    assert not slept
 
 
 # --- a GPU, played by memory that is called so ---
