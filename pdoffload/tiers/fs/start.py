@@ -221,12 +221,7 @@ def _agent_maker(
     if config.backend != "POSIX":
         chosen = choose(config.backend, use, trial_path, context.clock)
     if isinstance(chosen, str):
-        kind = context.memory.kind
-        if kind is not MemoryKind.DRAM:
-            why = f" ({chosen})" if chosen else ""
-            raise ConfigError(
-                [f"backend: POSIX does not reach {kind.value}; GDS_MT or GDS is needed{why}"]
-            )
+        _require_host_memory(context.memory.kind, chosen)
         direct = use.open_flags != 0
         chosen = posix_backend(config, direct=direct, most_ios=most_ios, because=chosen)
     backends = [chosen, *context.memory.more_backends()]
@@ -235,3 +230,12 @@ def _agent_maker(
         return NixlAgent(name, backends, clock=context.clock)
 
     return make
+
+
+def _require_host_memory(kind: MemoryKind, because: str) -> None:
+    """Raise `ConfigError` where POSIX is all there is and memory it does not reach is to be moved."""
+    if kind is not MemoryKind.DRAM:
+        reason = f": {because}" if because else ""
+        raise ConfigError(
+            [f"backend: POSIX does not reach {kind.value}; GDS_MT or GDS is needed{reason}"]
+        )
