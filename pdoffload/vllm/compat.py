@@ -10,6 +10,7 @@ import contextvars
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -122,15 +123,36 @@ def run_config(spec: OffloadingSpec, model_identity: str | None) -> RunConfig:
     fields = dict(mapper.get_run_config())
     if model_identity is not None:
         fields["model_identity"] = model_identity
-    guards: dict[str, Any] = {
-        "hash_seed": hash_seed(),
-        "kv_cache_layout": spec.config.kv_cache_layout,
-    }
+    guards: dict[str, Any] = {"kv_cache_layout": spec.config.kv_cache_layout}
     engine = _engine_config.get()
+    algorithm = None if engine is None else str(engine.cache_config.prefix_caching_hash_algo)
+    guards["hash_seed"] = hash_seed_to_come(algorithm, os.environ)
     if engine is not None:
-        guards["hash_algorithm"] = str(engine.cache_config.prefix_caching_hash_algo)
+        guards["hash_algorithm"] = algorithm
         guards["model_config_digest"] = _digest_of_model(engine)
     return RunConfig(fields=fields, guards=guards)
+
+
+RANDOM_SEED = "random, of each process"
+
+
+def hash_seed_to_come(algorithm: str | None, environ: Mapping[str, str]) -> str:
+    """What `hash_seed` is going to be: tiers are opened before the engine sets it up.
+
+    vLLM's own rule (`resolve_none_hash_seed`). A random one is not known yet, and whatever it is, no other
+    process has it: said in the log, because nothing that is stored will ever be found again.
+    """
+    given = environ.get("PYTHONHASHSEED")
+    if given is not None:
+        return given
+    if algorithm is not None and algorithm.startswith("xxhash"):
+        logger.warning(
+            "block hashes by %s start from a seed of this process alone: what tiers keep is not found after "
+            "a restart, nor by others; set PYTHONHASHSEED to one value everywhere, or use sha256",
+            algorithm,
+        )
+        return RANDOM_SEED
+    return hash_seed()
 
 
 def hash_seed() -> str:
