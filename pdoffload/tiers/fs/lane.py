@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -23,13 +24,11 @@ from pdoffload.tiers.fs.memory import ChunkMemory, Side
 from pdoffload.tiers.fs.paths import Namespace
 from pdoffload.tiers.fs.quota import Quota
 from pdoffload.tiers.fs.writer import WriterDir
+from pdoffload.tiers.pace import Pace
 from pdoffload.tiers.parts import Batch
 
 _log = logging.getLogger(__name__)
 
-_FIRST_SLEEP_S = 50e-6
-_LATER_SLEEP_S = 10e-3
-_LONGEST_SLEEP_S = 50e-3
 _AT_A_LOOK = 64
 """Pieces that NIXL POSIX submits, and those whose end it takes in, each time it is asked."""
 _CLOSE_S = 1.0
@@ -126,8 +125,7 @@ class Lane:
         self.memory = mmap.mmap(-1, terms.most_chunks * TRAILER_BYTES)
         """Page i is for the trailer of the i-th chunk."""
         self._address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
-        self._chunk_s = 0.0
-        """What a chunk took lately."""
+        self._pace = Pace(terms.clock)
         self.transfers: tuple[Transfer, ...] = ()
         """Those of the last request: one for each kind of memory."""
         terms.memory.enter_thread()
@@ -170,7 +168,8 @@ class Lane:
             self.transfers = (*self.transfers, transfer)
             most_pieces = max(most_pieces, len(remote))
         for transfer in self.transfers:
-            self._wait(transfer, len(fds), most_pieces)
+            is_over = functools.partial(self._is_over, transfer, most_pieces)
+            self._pace.wait(is_over, len(fds))
         for transfer in self.transfers:
             if not transfer.settled:
                 raise transfer.error or TransferError(transfer.what)
@@ -189,32 +188,13 @@ class Lane:
         file[:, 2] = tailed
         return Side(MemoryKind.DRAM, memory, file)
 
-    def _wait(self, transfer: Transfer, chunks: int, pieces: int) -> None:
-        """Until `transfer` leaves RUNNING; its deadline bounds it.
-
-        A disk takes milliseconds, and its pace is known: sleep through most of it, then look now and
-        then. The agent's own `wait` spins first, which pays for copies between memories.
-        """
-        clock = self._terms.clock
-        started_s = clock.monotonic_s()
-        expected_s = self._chunk_s * chunks
-        sleep_s = min(0.7 * expected_s, _LONGEST_SLEEP_S)
-        looks = -(-pieces // _AT_A_LOOK)
-        while transfer.state is TransferState.RUNNING:
-            self._look(transfer, looks)
-            if transfer.state is TransferState.RUNNING:
-                clock.sleep(max(sleep_s, _FIRST_SLEEP_S))
-                sleep_s = min(expected_s / 8, _LATER_SLEEP_S)
-        took_s = (clock.monotonic_s() - started_s) / chunks
-        # Falls at once, so that one late request makes no other one late; rises slowly.
-        self._chunk_s = min(took_s, (self._chunk_s + took_s) / 2)
-
-    def _look(self, transfer: Transfer, times: int) -> None:
+    def _is_over(self, transfer: Transfer, pieces: int) -> bool:
         """Ask as often as it takes NIXL to submit every piece, or to take in the end of every piece."""
-        for _ in range(times):
-            self.agent.poll()
+        for _ in range(-(-pieces // _AT_A_LOOK)):
             if transfer.state is not TransferState.RUNNING:
-                return
+                return True
+            self.agent.poll()
+        return transfer.state is not TransferState.RUNNING
 
     @property
     def in_flight(self) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from pdoffload.agent.agent import Agent, Op
 from pdoffload.agent.completion import Patience
 from pdoffload.agent.descriptors import MemoryKind, pieces
-from pdoffload.agent.transfer import Transfer
+from pdoffload.agent.transfer import Transfer, TransferState
 from pdoffload.clock import Clock
 from pdoffload.errors import DeadlineExceeded, PdOffloadError
 from pdoffload.memory.host import HostRegion
@@ -29,6 +29,7 @@ from pdoffload.tiers.chunkfile import ChunkFormat
 from pdoffload.tiers.obj.claims import Claims
 from pdoffload.tiers.obj.diagnosis import Why
 from pdoffload.tiers.obj.keys import ObjectKeys
+from pdoffload.tiers.pace import Pace
 from pdoffload.tiers.parts import Batch
 
 _log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Lane:
         self.memory = mmap.mmap(-1, terms.most_chunks * terms.format.file_bytes)
         self._address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
         self._transfers: list[Transfer] = []
+        self._pace = Pace(terms.clock)
         self.agent = terms.make_agent(name)
         try:
             self.agent.register_memory(self._address, len(self.memory))
@@ -103,14 +105,18 @@ class Lane:
                     what=f"{'store' if op is Op.WRITE else 'load'} of {name}",
                 )
             )
+        self._pace.wait(self._is_over, len(numbers))
         failed: dict[int, PdOffloadError] = {}
         for number, region, transfer in zip(numbers, regions, self._transfers, strict=True):
-            self.agent.wait(transfer)
             if transfer.error is not None:
                 failed[number] = transfer.error
             if transfer.settled:
                 region.release()
         return failed
+
+    def _is_over(self) -> bool:
+        self.agent.poll()
+        return all(transfer.state is not TransferState.RUNNING for transfer in self._transfers)
 
     @property
     def in_flight(self) -> bool:
