@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -159,6 +160,10 @@ def azurite_server(
     tmp_path_factory: pytest.TempPathFactory, cache_dir: Path
 ) -> Iterator[AzuriteServer]:
     """Azurite with a container `chunks`."""
+    if shutil.which("node") is None:
+        pytest.skip(
+            "no Node.js here, on which Azurite runs: install npm, then scripts/get_azurite.sh"
+        )
     reason = why_no_azurite(cache_dir)
     if reason:
         _miss(reason)
