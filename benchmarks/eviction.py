@@ -38,6 +38,8 @@ FILE_BYTES = CHUNK_BYTES + 4096
 _BATCH = 32
 _ROUNDS = 8
 _LOCKS = 2000
+_PATIENCE_S = 600.0
+"""A first count of a million files takes its time."""
 
 
 def keys(serial: Iterator[int], count: int) -> tuple[BlockKey, ...]:
@@ -70,6 +72,7 @@ def space_of(root: Path) -> Namespace:
 
 def store(rig: FsRig, serial: Iterator[int], chunks: int) -> None:
     """Store fresh chunks, a batch at a time, and believe it only where all went through."""
+    rig.patience_s = _PATIENCE_S
     for _ in range(chunks // _BATCH):
         done = rig.store(keys(serial, _BATCH), range(_BATCH))
         if done.failed:
@@ -88,7 +91,7 @@ def measure_start(
             root,
             region=region,
             max_bytes=quota_bytes,
-            context={"transfer_timeout_s": 600.0},
+            context={"transfer_timeout_s": _PATIENCE_S},
         ) as rig:
             store(rig, serial, _BATCH)
 
@@ -121,7 +124,7 @@ def measure_files(directory: Path, files: int, rounds: int, chunks: int) -> list
     ahead = int(standing * AHEAD_SHARE)
     room = (rounds + 1) * chunks
     region = filled_region(_BATCH, CHUNK_BYTES)
-    long = {"transfer_timeout_s": 600.0}
+    long = {"transfer_timeout_s": _PATIENCE_S}
     with ExitStack() as stack:
         kept = stack.enter_context(
             open_fs(full, region=region, max_bytes=(standing + room) * FILE_BYTES, context=long)

@@ -4,9 +4,9 @@ Read in the source of NIXL's plugin and tried with 1.4.1 over libfabric 2.5's TC
 
 - Adding a peer greets it, and spins until a connection is there: for ever, if it is gone or stopped. So it is
   asked first whether anybody listens, and the calls are bounded (`pdoffload.agent.bounded`).
-- So does the side that is greeted, when it answers: one that had stood still and goes on may find the greeting
-  of an agent that has been given up meanwhile, and its `progress` is late and its agent lost as well. It
-  happened in two of 54 tries.
+- So does the side that is greeted, when it answers: one that had stood still and goes on may find the
+  greeting of an agent that has been given up meanwhile; then its `progress` is late, and its agent lost as
+  well. That happened in two of 54 tries.
 - A write is DONE when its bytes have left: a reader that was stopped (SIGSTOP) had 1 MiB "written" to it.
   A byte of what was written is read back therefore, before a write counts as done. TCP carries both in one
   stream, so what is read comes after all that was written. On several rails (EFA) nothing orders them:

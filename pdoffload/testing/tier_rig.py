@@ -73,6 +73,8 @@ class TierDriver:
         self.tier = tier
         self.region = region
         self.request_id = request_id
+        self.patience_s = PATIENCE_S
+        """How long a result is waited for."""
         self.results: dict[int, JobResult] = {}
         self.settled: set[int] = set()
         self._next_id = 0
@@ -114,19 +116,20 @@ class TierDriver:
         self._last = check_counters(self._last, self.tier.stats())
 
     def result(self, job_id: int) -> JobResult:
-        """Wait for the result of a job. `AssertionError` if there is none in `PATIENCE_S`."""
+        """Wait for the result of a job. `AssertionError` if there is none in `patience_s`."""
         self.until(lambda: job_id in self.results, f"the result of job {job_id}")
         return self.results[job_id]
 
     def until(self, happened: object, what: str) -> None:
         """Poll until `happened()`; the contract of a tier knows no other way to wait for it."""
         assert callable(happened)
-        give_up_s = SYSTEM_CLOCK.monotonic_s() + PATIENCE_S
+        give_up_s = SYSTEM_CLOCK.monotonic_s() + self.patience_s
         while not happened():
             self.poll()
             if happened():
                 return
-            assert SYSTEM_CLOCK.monotonic_s() < give_up_s, f"waited {PATIENCE_S:g} s for {what}"
+            late = SYSTEM_CLOCK.monotonic_s() >= give_up_s
+            assert not late, f"waited {self.patience_s:g} s for {what}"
             SYSTEM_CLOCK.sleep(_PAUSE_S)
 
     def lookup(self, *keys: BlockKey) -> list[Lookup]:
