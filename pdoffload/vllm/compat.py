@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdoffload.layout import RunConfig
+from pdoffload.memory.device import DeviceCaches, view_caches
 from pdoffload.tiers.base import Medium, Tier
 
 if TYPE_CHECKING:
@@ -168,6 +170,17 @@ def _digest_of_model(engine: VllmConfig) -> str:
     kept = {key: value for key, value in settings.items() if key not in incidental}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def device_caches(kv_caches: CanonicalKVCaches) -> DeviceCaches:
+    """vLLM's description of a worker's caches as ours."""
+    return view_caches(
+        [(tensor.tensor, tensor.page_size_bytes) for tensor in kv_caches.tensors],
+        [
+            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ],
+    )
 
 
 def hit_source(tier: Tier | None) -> CacheHitSource:

@@ -43,6 +43,17 @@ class BlockRun(msgspec.Struct, frozen=True):
     first_index: int
 
 
+def block_runs(
+    group_sizes: Sequence[int], first_indices: Sequence[int], blocks: Integers
+) -> list[BlockRun]:
+    """One run per group of `blocks`, which holds the groups one after the other, as vLLM lists them."""
+    runs, start = [], 0
+    for size, first in zip(group_sizes, first_indices, strict=True):
+        runs.append(BlockRun(blocks[start : start + size], first))
+        start += size
+    return runs
+
+
 def chunks_of(run: BlockRun, blocks_per_chunk: int) -> int:
     """How many chunks `run` touches."""
     if not len(run.blocks):

@@ -29,7 +29,7 @@ from pdoffload.config import FsTierConfig, ObjTierConfig, P2pTierConfig, TierCon
 from pdoffload.config.peers import resolve_p2p_address
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
-from pdoffload.memory.device import pin_host_memory, view_caches
+from pdoffload.memory.device import pin_host_memory
 from pdoffload.memory.host import HostRegion, region_bytes
 from pdoffload.memory.rendezvous import size_problems
 from pdoffload.p2p.address import Address
@@ -151,13 +151,7 @@ class NixlCPUOffloadingSpec(OffloadingSpec):
 
     def _build_worker(self, kv_caches: CanonicalKVCaches) -> NixlOffloadingWorker:
         rank = self.config.parallel.rank
-        caches = view_caches(
-            [(tensor.tensor, tensor.page_size_bytes) for tensor in kv_caches.tensors],
-            [
-                [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-                for refs in kv_caches.group_data_refs
-            ],
-        )
+        caches = compat.device_caches(kv_caches)
         region = self._open_region(rank)
         release_pin: Callable[[], None] | None = None
         try:

@@ -25,7 +25,7 @@ from pdoffload.agent.descriptors import MemoryKind
 from pdoffload.errors import MisuseError, PdOffloadError
 from pdoffload.memory.device import DeviceCaches, enter_thread, written_so_far
 from pdoffload.memory.host import HostRegion, SlotStatus
-from pdoffload.vllm.copies import BlockRun, HostPart, describe_copy
+from pdoffload.vllm.copies import HostPart, block_runs, describe_copy
 from pdoffload.vllm.transfers import AgentFactory, Copy, CopyThreads, Memory
 
 logger = logging.getLogger(__name__)
@@ -162,10 +162,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             raise MisuseError(
                 f"job {job_id}: {type(host).__name__} does not name slots of the pool"
             )
-        runs, start = [], 0
-        for size, first in zip(device.group_sizes, device.block_indices, strict=True):
-            runs.append(BlockRun(device.block_ids[start : start + size], first))
-            start += size
+        runs = block_runs(device.group_sizes, device.block_indices, device.block_ids)
         slots = host.block_ids
         self._jobs[job_id] = _Job(op, slots, device.block_ids)
         direction = "store" if op is Op.WRITE else "load"

@@ -19,7 +19,7 @@ from pdoffload.clock import SYSTEM_CLOCK
 from pdoffload.config import DIRECT_SPEC, FsTierConfig
 from pdoffload.errors import ConfigError
 from pdoffload.layout import Geometry
-from pdoffload.memory.device import enter_thread, view_caches
+from pdoffload.memory.device import enter_thread
 from pdoffload.tiers.fs.lookup import file_lookup
 from pdoffload.tiers.fs.memory import FsContext
 from pdoffload.tiers.fs.paths import open_namespace, root_problems
@@ -116,13 +116,7 @@ class NixlDirectOffloadingSpec(OffloadingSpec):
         )
 
     def _build_worker(self, kv_caches: CanonicalKVCaches) -> NixlDirectWorker:
-        caches = view_caches(
-            [(tensor.tensor, tensor.page_size_bytes) for tensor in kv_caches.tensors],
-            [
-                [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-                for refs in kv_caches.group_data_refs
-            ],
-        )
+        caches = compat.device_caches(kv_caches)
         memory = DeviceMemory(
             caches,
             chunk_bytes=self.chunk_bytes,

@@ -27,7 +27,7 @@ from pdoffload.layout import BlockKey
 from pdoffload.memory.device import written_so_far
 from pdoffload.tiers.base import Job, JobResult, Settled, TierStats
 from pdoffload.tiers.fs.tier import FsTier
-from pdoffload.vllm.copies import BlockRun, chunks_of
+from pdoffload.vllm.copies import BlockRun, block_runs, chunks_of
 from pdoffload.vllm.direct.chunks import DeviceMemory
 from pdoffload.vllm.direct.jobs import DirectNews, KeysSpec
 from pdoffload.vllm.worker import FailedLoad
@@ -151,10 +151,7 @@ class NixlDirectWorker(OffloadingWorker):
             raise MisuseError(
                 f"job {job_id}: the scheduler's run configuration is {theirs}, this worker's {ours}"
             )
-        runs, start = [], 0
-        for size, first in zip(device.group_sizes, device.block_indices, strict=True):
-            runs.append(BlockRun(device.block_ids[start : start + size], first))
-            start += size
+        runs = block_runs(device.group_sizes, device.block_indices, device.block_ids)
         count = sum(chunks_of(run, self._memory.blocks_per_chunk) for run in runs)
         if count != len(files.keys):
             raise MisuseError(
